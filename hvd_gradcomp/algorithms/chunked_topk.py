@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -119,67 +119,82 @@ class ChunkedTopKCompressor(Clipping, Compressor):
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Residual, **extra: Tensor
     ) -> Program:
-        layout = context.layout
+        layout, size = context.layout, context.layout.size
         gradient, _ = self.clipped(ops, context, gradient, extra)
         finite, gradient = patterns.check_storable(ops, gradient)
-        kept = state.r if self.decay == 1.0 else ops.times(state.r, self.decay)
-        there = ops.accumulate(gradient, kept)
-        parts, (index, sent) = self.encode(ops, layout.size, there)
+        if finite is False:  # the exchange fails, and the state stays as it is
+            r, (index, values) = gradient, ops.largest_of_rows(gradient, self.chunk, self.k)
+        else:
+            given = state.r, self.decay, gradient, self.chunk, self.k
+            r, index, values = ops.accumulate_largest(*given)
+        parts, sent = self.encode(ops, size, index, values)
         if self.is_summed(layout, context.size):
-            total = ops.add_at(ops.zeros((layout.size,)), index, sent)
+            weight = patterns.poison(ops, finite) + 1.0
+            total = ops.add_in_rows(None, gradient, self.chunk, [index], [sent], weight)
             total = yield from patterns.allreduce_bucket(ops, context, total)
             total = patterns.check_sum(ops, total)
-            return total, Residual(ops.overwrite(state.r, ops.add_at(there, index, -sent)))
-        body = wire.pack_pieces(ops, self.parts(layout.size), parts)
+            return total, self.commit(ops, r, index, sent)
+        body = wire.pack_pieces(ops, self.parts(size), parts)
         header = patterns.header_of(self, context, finite)
         buffers = yield Allgather(wire.pack(ops, header, *body))
         expected, spec = patterns.header_of(self, context), patterns.reduction_spec(context, {})
         header, bodies = wire.unpack(ops, expected, buffers, spec)
+        found = self.decode(ops, size, bodies)
+        header = self.check_summable(ops, context, header, [values for _, values in found])
         weights = patterns.weights_of(ops, context, header)
-        r = ops.overwrite(state.r, ops.add_at(there, index, -sent))
-        total = self.decode_sum(ops, layout.size, bodies, weights, there)
-        return patterns.check_sum(ops, total), Residual(r)
+        state = self.commit(ops, r, index, sent)
+        return self.sum(ops, found, weights, gradient), state
 
     def encode(
-        self, ops: Ops, size: int, x: Tensor
-    ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor]]:
-        """Return the parts of the body, and (indices, values) as all ranks decode them."""
+        self, ops: Ops, size: int, index: Tensor, values: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the parts of the body, and the values as all ranks decode them, by chunk."""
+        coded = self.coding.encode(ops, ops.reshape(values, (-1,)))
+        parts = {**self.places(size).encode(ops, index), **coded}
+        return parts, self.values_of(ops, size, coded)
+
+    def values_of(self, ops: Ops, size: int, coded: Mapping[str, Tensor]) -> Tensor:
+        """Return one rank's decoded values; float32 [chunks, k]."""
+        rows = self.places(size).rows
+        return ops.reshape(self.coding.decode(ops, coded, rows * self.k), (rows, self.k))
+
+    def commit(self, ops: Ops, r: Tensor, index: Tensor, sent: Tensor) -> Residual:
+        """Return the state without what was sent. Donating for r."""
+        less = ops.constants((-1.0,))
+        return Residual(ops.add_in_rows(r, r, self.chunk, [index], [sent], less))
+
+    def decode(self, ops: Ops, size: int, bodies: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return each rank's places and values, by chunk."""
+        payload = wire.unpack_body(ops, self.parts(size), bodies)
+        ranks = [
+            {name: part[rank] for name, part in payload.items()} for rank in range(bodies.shape[0])
+        ]
         places = self.places(size)
-        missing = places.rows * self.chunk - size
-        padded = ops.concat((x, ops.zeros((missing,)))) if missing else x
-        rows = ops.reshape(padded, (places.rows, self.chunk))
-        index = ops.largest_of_rows(rows, self.k)
-        values = ops.reshape(ops.gather_rows(rows, index), (-1,))
-        coded = self.coding.encode(ops, values)
-        decoded = self.coding.decode(ops, coded, values.shape[0])
-        return {**places.encode(ops, index), **coded}, self.placed(ops, size, index, decoded)
+        return [(places.decode(ops, mine), self.values_of(ops, size, mine)) for mine in ranks]
 
-    def placed(self, ops: Ops, size: int, index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return indices into the bucket, the sink for what lies behind it, and the values."""
-        first = ops.reshape(ops.arange(index.shape[0]) * self.chunk, (-1, 1))
-        index = ops.reshape(index + first, (-1,))
-        inside = index < size - 1
-        return ops.where(inside, index, size - 1), ops.where(inside, values, 0.0)
+    def check_summable(
+        self, ops: Ops, context: Context, header: wire.Header, values: Sequence[Tensor]
+    ) -> wire.Header:
+        """Require a finite sum, or mean; see `patterns.check_summable`."""
+        peaks = ops.concat([ops.peaks(ops.reshape(x, (1, -1))) for x in values])
+        if self.mean == "contributors":  # of which there may be one
+            context = context._replace(postscale=context.postscale * context.size)
+        return patterns.check_summable(ops, [ops.reshape(peaks, (-1, 1))], context, header)
 
-    def decode_sum(
-        self, ops: Ops, size: int, bodies: Tensor, weights: Tensor, room: Tensor
+    def sum(
+        self, ops: Ops, found: Sequence[tuple[Tensor, Tensor]], weights: Tensor, room: Tensor
     ) -> Tensor:
-        """Return the weighted sum of the ranks' bodies; float32 [size]. Donating for room."""
-        places, parts, total = self.places(size), self.parts(size), ops.clear(room)
-        payload = wire.unpack_body(ops, parts, bodies)
-        counts = ops.zeros((size,)) if self.mean == "contributors" else None
-        for rank in range(bodies.shape[0]):
-            mine = {name: part[rank] for name, part in payload.items()}
-            values = self.coding.decode(ops, mine, places.rows * self.k)
-            index, values = self.placed(ops, size, places.decode(ops, mine), values)
-            total = ops.add_at(total, index, values * weights[rank])
-            if counts is not None:
-                counts = ops.add_at(counts, index, ops.cast(values != 0, "float32"))
-        if counts is not None:
-            # A vector, since PyTorch divides a number by one as a product with its reciprocal.
-            world = counts * 0.0 + float(bodies.shape[0])
-            total = total * (world / ops.maximum(counts, 1.0))
-        return ops.clear_last(total)
+        """Return the weighted sum, or mean, of what `decode` found. Donating for room."""
+        index, values = zip(*found)
+        total = ops.add_in_rows(None, room, self.chunk, index, values, weights)
+        if self.mean == "ranks":
+            return total
+        sent = [ops.cast(x != 0, "float32") for x in values]
+        ones, room = ops.full(weights.shape, 1.0, "float32"), ops.zeros(total.shape)
+        counts = ops.add_in_rows(None, room, self.chunk, index, sent, ones)
+        # A vector, since PyTorch divides a number by one as a product with its reciprocal.
+        world = counts * 0.0 + float(len(found))
+        return total * (world / ops.maximum(counts, 1.0))
 
     # -- reports -----------------------------------------------------------------------------
 

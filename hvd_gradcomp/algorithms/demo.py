@@ -179,11 +179,11 @@ class DeMoCompressor(Clipping, Compressor):
         for number, each in enumerate(tiles):
             places = self.places(each)
             rows = _forward(ops, each, m)
-            index = ops.largest_of_rows(rows, places.count)
+            index, largest = ops.largest_of_rows(rows, each.size, places.count)
             coded = places.encode(ops, index)
             payload.update({f"{name}{number}": part for name, part in coded.items()})
             chosen.append(index)
-            values.append(ops.reshape(ops.gather_rows(rows, index), (-1,)))
+            values.append(ops.reshape(largest, (-1,)))
         flat = ops.concat(values)
         coded = self.coding.encode(ops, flat)
         payload.update(coded)
@@ -267,7 +267,7 @@ def _basis(ops: Ops, n: int) -> Tensor:
 
 
 def _forward(ops: Ops, tiles: Tiles, m: Tensor) -> Tensor:
-    """Return the components of a layer's tiles; float32 [tiles, elements of a tile]."""
+    """Return the components of a layer's tiles, one tile after another; float32 [elements]."""
     rows, columns, height, width = tiles.rows, tiles.columns, tiles.height, tiles.width
     layer = ops.reshape(
         m[tiles.start : tiles.start + rows * columns],
@@ -276,7 +276,7 @@ def _forward(ops: Ops, tiles: Tiles, m: Tensor) -> Tensor:
     x = ops.reshape(ops.transpose(layer, (0, 2, 1, 3)), (tiles.count, height, width))
     across = ops.transpose(_basis(ops, width), (1, 0))
     x = ops.matmul(ops.matmul(_basis(ops, height), x), across)
-    return ops.reshape(x, (tiles.count, tiles.size))
+    return ops.reshape(x, (tiles.count * tiles.size,))
 
 
 def _backward(ops: Ops, tiles: Tiles, components: Tensor) -> Tensor:

@@ -25,7 +25,6 @@ from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Ops, Tensor
 
 ROUNDINGS = ("nearest", "stochastic")
-LARGEST_E4M3 = 448.0
 
 
 class _NarrowCompressor(FeedbackCompressor):
@@ -82,6 +81,7 @@ class BF16Compressor(_NarrowCompressor):
 
     bits = 16
     side = ()
+    telling = ("largest",)
 
     def __post_init__(self) -> None:
         self.validate_common()
@@ -90,7 +90,10 @@ class BF16Compressor(_NarrowCompressor):
         return rows_of_length(prod(shape), max(prod(shape), 1))
 
     def encode(self, ops: Ops, row_groups: RowGroups, x: Tensor, key: Tensor) -> Payload:
-        return {"codes": ops.encode_floats(row_groups, x, None, 16, self.chance(key))}
+        if not ops.dynamic_shapes:  # the elements were checked already
+            return {"codes": ops.encode_floats(row_groups, x, None, 16, self.chance(key))}
+        codes, largest = ops.encode_bfloat16(x, self.chance(key))
+        return {"codes": codes, "largest": largest}
 
     def add_decoded(
         self, ops: Ops, row_groups: RowGroups, payload: Payload, accumulator: Accumulator
@@ -130,7 +133,7 @@ class FP8Compressor(_NarrowCompressor):
     max_norm: float | None = None
 
     bits = 8
-    side = ("unit",)
+    side = telling = ("unit",)
 
     def __post_init__(self) -> None:
         validate.whole(self, "block_size", low=32)
@@ -142,11 +145,8 @@ class FP8Compressor(_NarrowCompressor):
 
     def encode(self, ops: Ops, row_groups: RowGroups, x: Tensor, key: Tensor) -> Payload:
         del key
-        unit = ops.group_maxima(row_groups, x) * (1.0 / LARGEST_E4M3)
-        if self.power_of_two:
-            exponent, _ = ops.split_bits(ops.float_bits(unit) + (1 << 23) - 1, 23)
-            unit = ops.bits_float(exponent * (1 << 23))
-        return {"unit": unit, "codes": ops.encode_floats(row_groups, x, unit, 8, None)}
+        unit, codes = ops.encode_e4m3(row_groups, x, self.power_of_two)
+        return {"unit": unit, "codes": codes}
 
     def add_decoded(
         self, ops: Ops, row_groups: RowGroups, payload: Payload, accumulator: Accumulator
@@ -188,6 +188,7 @@ class Int8Compressor(_NarrowCompressor, LevelsCompressor):
     max_norm: float | None = None
 
     bits = 8
+    telling = ("scale",)
 
     def __post_init__(self) -> None:
         validate.whole(self, "block_size", low=32)
@@ -200,8 +201,5 @@ class Int8Compressor(_NarrowCompressor, LevelsCompressor):
         return ops.group_maxima(row_groups, x)
 
     def encode(self, ops: Ops, row_groups: RowGroups, x: Tensor, key: Tensor) -> Payload:
-        scale = self.scale(ops, row_groups, x)
-        return {
-            "scale": scale,
-            "codes": ops.encode_levels(row_groups, x, scale, 8, self.chance(key)),
-        }
+        scale, codes = ops.encode_peaks(row_groups, x, 8, self.chance(key))
+        return {"scale": scale, "codes": codes}

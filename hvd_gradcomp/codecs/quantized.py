@@ -58,6 +58,8 @@ class QuantizedCompressor(Compressor):
         side: names of the float32 values that each group sends besides its codes.
         seed: of the random numbers, for methods that use some.
         exchange: one of `EXCHANGES`.
+        telling: names of float32 values of `encode`, sent or not, of which one is not finite
+            where an element is not: with dynamic shapes no pass over the elements looks for that.
         error_feedback: whether the state has a residual `r` of quantization errors.
     """
 
@@ -65,6 +67,7 @@ class QuantizedCompressor(Compressor):
     max_bucket = 1 << 32  # positions that the random numbers distinguish
     bits: int
     side: tuple[str, ...]
+    telling: tuple[str, ...] = ()
     seed: int = 0
     exchange: str = "auto"
     error_feedback: bool = False
@@ -190,12 +193,28 @@ class QuantizedCompressor(Compressor):
         shard: int,
         parts: dict[str, wire.Part],
     ) -> Payload:
-        """Cut one shard out of a payload."""
+        """Cut one shard out of a payload; fewer codes if it reaches beyond the bucket."""
         codes = parts["codes"].count
         first, groups = cuts[shard].first, cuts[shard].groups
         shard_payload = {name: payload[name][first : first + groups] for name in self.side}
         shard_payload["codes"] = payload["codes"][shard * codes : (shard + 1) * codes]
         return self.filled(ops, shard_payload, parts)
+
+    def shard_pieces(
+        self,
+        ops: Ops,
+        payload: Payload,
+        cuts: Sequence[RowGroups],
+        parts: dict[str, wire.Part],
+    ) -> list[list[Tensor]]:
+        """Cut a payload into the pieces of every shard's body."""
+        shards = [self.shard_of(ops, payload, cuts, i, parts) for i in range(len(cuts))]
+        pieces = [wire.pack_pieces(ops, parts, shard) for shard in shards]
+        if parts["codes"].count * len(cuts) > payload["codes"].shape[0]:
+            for body, shard in zip(pieces, shards):
+                missing = parts["codes"].count - shard["codes"].shape[0]
+                body.append(ops.zeros((missing,), "uint8"))
+        return pieces
 
     def filled(self, ops: Ops, payload: Payload, parts: dict[str, wire.Part]) -> Payload:
         """Pad the side values with zeros to the shard with the most groups."""
@@ -353,7 +372,7 @@ def allgather(
     """
     layout = context.layout
     row_groups, parts = codec.row_groups(layout), codec.parts(layout)
-    finite, gradient = patterns.check_finite(ops, gradient)
+    finite, gradient = _check_elements(ops, codec, gradient)
     x = codec.collect(ops, gradient, state)
     sent, finite = _checked_sides(
         ops, codec, codec.encode(ops, row_groups, x, _key(ops, codec, context, 0)), finite
@@ -366,7 +385,7 @@ def allgather(
     state = codec.update_state(ops, row_groups, x, sent, state)
     weights = patterns.weights_of(ops, context, header)
     total = codec.add_decoded(ops, row_groups, payload, Accumulator(None, gradient, weights))
-    return _check_unbounded(ops, codec, total), state
+    return total if codec.side else patterns.check_sum(ops, total), state
 
 
 def two_shot(
@@ -381,28 +400,22 @@ def two_shot(
     shard, row_groups = codec.shard_size(layout, world), codec.row_groups(layout)
     cuts = [row_groups.between(i * shard, (i + 1) * shard) for i in range(world)]
     parts = codec.shard_parts(layout, world)
-    finite, gradient = patterns.check_finite(ops, gradient)
+    finite, gradient = _check_elements(ops, codec, gradient)
     x = codec.collect(ops, gradient, state)
     sent = codec.encode(ops, row_groups, x, _key(ops, codec, context, 0))
-    beyond = parts["codes"].count * world - sent["codes"].shape[0]
-    sent["codes"] = ops.concat((sent["codes"], ops.zeros((beyond,), "uint8")))
     sent, finite = _checked_sides(ops, codec, sent, finite)
     header = patterns.header_of(codec, context, finite)
-    pieces = [
-        wire.pack_pieces(ops, parts, codec.shard_of(ops, sent, cuts, i, parts))
-        for i in range(world)
-    ]
-    buffers = yield Alltoall(ops.stack([wire.pack(ops, header, *body) for body in pieces]))
+    buffers = yield Alltoall(wire.pack_all(ops, header, codec.shard_pieces(ops, sent, cuts, parts)))
     plain = context._replace(prescale=1.0, postscale=1.0)
     expected, spec = patterns.header_of(codec, context), patterns.reduction_spec(plain, {})
     reply, bodies = wire.unpack(ops, expected, buffers, spec)
     payload = wire.unpack_body(ops, parts, bodies)
     weights = patterns.weights_of(ops, plain, reply)
-    total = codec.add_decoded(
-        ops, cuts[rank], payload, Accumulator(None, ops.zeros((shard,)), weights)
-    )
+    # With error feedback the gradient's memory still holds what was quantized.
+    room = ops.zeros((shard,)) if codec.error_feedback else gradient[:shard]
+    total = codec.add_decoded(ops, cuts[rank], payload, Accumulator(None, room, weights))
 
-    finite, total = patterns.check_finite(ops, total)
+    finite, total = _check_elements(ops, codec, total)
     summed = codec.encode(ops, cuts[rank], total, _key(ops, codec, context, 1))
     summed, finite = _checked_sides(ops, codec, summed, finite)
     body = wire.pack_pieces(ops, parts, codec.filled(ops, summed, parts))
@@ -421,7 +434,12 @@ def two_shot(
         shard_payloads = {name: part[other : other + 1] for name, part in payload.items()}
         accumulator = Accumulator(None, scratch, weights[other : other + 1])
         pieces.append(codec.add_decoded(ops, cut, shard_payloads, accumulator))
-    return _check_unbounded(ops, codec, ops.assemble(gradient, pieces)), state
+    total = ops.assemble(gradient, pieces)
+    # What tells has a margin: four times it was finite.
+    bounded = (
+        bool(codec.telling) and ops.dynamic_shapes and context.prescale * context.postscale <= 2
+    )
+    return total if codec.side or bounded else patterns.check_sum(ops, total), state
 
 
 def allreduce(
@@ -432,6 +450,13 @@ def allreduce(
     return patterns.check_sum(ops, total), codec.clear_state(ops, state)
 
 
+def _check_elements(ops: Ops, codec: QuantizedCompressor, x: Tensor) -> tuple[Any, Tensor]:
+    """Return `patterns.check_finite`; or True if values of the payload will tell."""
+    if codec.telling and ops.dynamic_shapes:
+        return True, x
+    return patterns.check_finite(ops, x)
+
+
 def _checked_sides(
     ops: Ops, codec: QuantizedCompressor, sent: dict[str, Tensor], finite: Any
 ) -> tuple[dict[str, Tensor], Any]:
@@ -440,15 +465,11 @@ def _checked_sides(
     Above 2**126 a scale's reciprocal is denormal, and TensorFlow flushes it to zero. Unusable side
     values are replaced by zeros where the check cannot stop the step.
     """
-    if not codec.side:
+    names = [name for name in dict.fromkeys((*codec.side, *codec.telling)) if name in sent]
+    if not names:
         return sent, finite
-    sides, finite = ops.checked_sides([sent[name] for name in codec.side], finite)
-    return {**sent, **dict(zip(codec.side, sides))}, finite
-
-
-def _check_unbounded(ops: Ops, codec: QuantizedCompressor, total: Tensor) -> Tensor:
-    """Require a finite sum where no side values have bounded it beforehand."""
-    return total if codec.side else patterns.check_sum(ops, total)
+    sides, finite = ops.checked_sides([sent[name] for name in names], finite)
+    return {**sent, **dict(zip(names, sides))}, finite
 
 
 def _key(ops: Ops, codec: QuantizedCompressor, context: Context, stage: int) -> Tensor:

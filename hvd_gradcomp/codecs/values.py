@@ -108,13 +108,11 @@ class _Grouped(ValueCoding):
         if real is None:
             last = values.shape[0] - (groups - 1) * length
             counts = ops.reals([float(length)] * (groups - 1) + [float(last)])
-            mask = ops.reshape(ops.arange(groups * length) < values.shape[0], (groups, length))
         else:
-            flags = _padded_to(ops, real, groups * length, "int64")
-            flags = ops.reshape(flags, (groups, length))
-            counts = ops.cast(ops.maximum(ops.sum(flags, -1), 1), "float32")
-            mask = flags > 0
-        codes, sides = self.encode_groups(ops, rows, mask, ops.reshape(counts, (-1, 1)))
+            real = _padded_to(ops, real, groups * length, "int64")
+            real = ops.reshape(real, (groups, length))
+            counts = ops.cast(ops.maximum(ops.sum(real, -1), 1), "float32")
+        codes, sides = self.encode_groups(ops, rows, real, ops.reshape(counts, (-1, 1)))
         flat = _padded_to(ops, ops.reshape(codes, (-1,)), GROUP, "int64")
         return {"sides": ops.reshape(sides, (-1,)), "codes": ops.pack(flat, self.bits)}
 
@@ -127,15 +125,15 @@ class _Grouped(ValueCoding):
 
     @abstractmethod
     def encode_groups(
-        self, ops: Ops, rows: Tensor, mask: Tensor, counts: Tensor
+        self, ops: Ops, rows: Tensor, real: Tensor | None, counts: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return codes, int64 [groups, length], and side values, float32 [groups, sides].
 
         Args:
             ops: the tensor operations.
-            rows: float32 [groups, length], zero where `mask` is False.
-            mask: bool [groups, length], whether there is a value.
-            counts: float32 [groups, 1], the number of values.
+            rows: float32 [groups, length], zero where there is no value.
+            real: int64 [groups, length], 0 where there is none; None: they come first.
+            counts: float32 [groups, 1], the number of values, at least 1.
         """
 
     @abstractmethod
@@ -146,8 +144,7 @@ class _Grouped(ValueCoding):
 class Codebook(_Grouped):
     """Bins of equal width, each decoded as the mean of its values.
 
-    As SparseLoCo quantizes (Sarfi et al. 2025): with mean mu and standard deviation s of the group,
-    `2**bits` bins divide mu - 3 s to mu + 3 s; what lies beyond counts to the outermost bins.
+    As SparseLoCo quantizes (Sarfi et al. 2025); see `Ops.encode_bins`.
 
     Args:
         bits: of a code.
@@ -157,30 +154,12 @@ class Codebook(_Grouped):
         self.bits, self.sides = bits, 1 << bits
 
     def encode_groups(
-        self, ops: Ops, rows: Tensor, mask: Tensor, counts: Tensor
+        self, ops: Ops, rows: Tensor, real: Tensor | None, counts: Tensor
     ) -> tuple[Tensor, Tensor]:
-        mean = _sums(ops, rows) / counts
-        apart = ops.where(mask, rows - mean, 0.0)
-        variance = ops.cast(_sums(ops, apart * apart) / counts, "float64")
-        deviation = ops.cast(ops.sqrt(variance), "float32")
-        used = deviation >= TINY
-        bins = 1 << self.bits
-        per_unit = ops.where(used, 1.0 / ops.where(used, deviation, 1.0), 0.0) * (bins / 6.0)
-        height = apart * per_unit + bins / 2.0
-        codes = ops.cast(ops.minimum(ops.maximum(height, 0.0), bins - 1.0), "int64")
-        means = []
-        for code in range(bins):
-            inside = (codes == code) & mask
-            total = _sums(ops, ops.where(inside, rows, 0.0))
-            number = ops.cast(ops.maximum(ops.sum(ops.cast(inside, "int64"), -1), 1), "float32")
-            means.append(total / ops.reshape(number, (-1, 1)))
-        return codes, ops.concat(means)
+        return ops.encode_bins(rows, real, counts, self.bits)
 
     def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor) -> Tensor:
-        groups, bins = sides.shape[0], 1 << self.bits
-        first = ops.reshape(ops.arange(groups) * bins, (-1, 1))
-        places = ops.reshape(codes + first, (-1,))
-        return ops.reshape(ops.gather(ops.reshape(sides, (-1,)), places), codes.shape)
+        return ops.decode_bins(codes, sides)
 
 
 class Levels(_Grouped):
@@ -196,9 +175,9 @@ class Levels(_Grouped):
         self.bits = bits
 
     def encode_groups(
-        self, ops: Ops, rows: Tensor, mask: Tensor, counts: Tensor
+        self, ops: Ops, rows: Tensor, real: Tensor | None, counts: Tensor
     ) -> tuple[Tensor, Tensor]:
-        del mask, counts
+        del real, counts
         levels = (1 << self.bits - 1) - 1
         scale = ops.reshape(ops.peaks(rows), (-1, 1))
         used = scale >= TINY
@@ -218,9 +197,9 @@ class Signs(_Grouped):
     bits = sides = 1
 
     def encode_groups(
-        self, ops: Ops, rows: Tensor, mask: Tensor, counts: Tensor
+        self, ops: Ops, rows: Tensor, real: Tensor | None, counts: Tensor
     ) -> tuple[Tensor, Tensor]:
-        del mask
+        del real
         return ops.cast(rows < 0, "int64"), _sums(ops, ops.abs(rows)) / counts
 
     def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ of `ops`, so a GPU does that where the payload lies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
@@ -146,9 +146,20 @@ def pack(ops: Ops, header: Header, *body: Tensor) -> Tensor:
 
     The body may be in pieces, each of whole words.
     """
+    return ops.frame(_words(header), header.finite, body)
+
+
+def pack_all(ops: Ops, header: Header, bodies: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Pack several bodies of one length behind the same header; uint8 [bodies, bytes].
+
+    Each is in as many pieces.
+    """
+    return ops.frames(_words(header), header.finite, bodies)
+
+
+def _words(header: Header) -> tuple[Any, ...]:
     tag = MAGIC[0] | MAGIC[1] << 8 | VERSION << 16 | header.algorithm << 24
-    values = tag, header.digest, header.step, header.level, header.sent, header.wanted
-    return ops.frame(values, header.finite, body)
+    return tag, header.digest, header.step, header.level, header.sent, header.wanted
 
 
 def unpack(

@@ -19,7 +19,14 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARY = "_native.so"  # loaded by ctypes, so it fits any Python
-NATIVE = ("c/calls.c", "c/elias_fano.c", "c/quant.c", "c/threshold.c", "c/topk.c")
+NATIVE = (
+    "c/calls.c",
+    "c/chunks.c",
+    "c/elias_fano.c",
+    "c/quant.c",
+    "c/threshold.c",
+    "c/topk.c",
+)
 HEADERS = ("c/calls.h", "c/kernels.h", "c/rows.h", "c/threads.h")
 OPERATIONS = "c/tensorflow.cc"
 # No fused multiply-add: results equal those of the frameworks to the bit.

@@ -67,8 +67,13 @@ class Both:
             pytest.skip("without the C library")
 
     def __call__(self, op: str, *arguments):
-        given = [self.of(x) if isinstance(x, torch.Tensor) else x for x in arguments]
-        return self.back(getattr(self.ops, op)(*given))
+        found = getattr(self.ops, op)(*map(self.given, arguments))
+        return tuple(map(self.back, found)) if isinstance(found, tuple) else self.back(found)
+
+    def given(self, x):
+        if isinstance(x, list):
+            return [self.given(each) for each in x]
+        return self.of(x) if isinstance(x, torch.Tensor) else x
 
 
 def same(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -96,6 +101,58 @@ def test_bfloat16(framework, count, size, rounding):
             ours = both("add_floats", groups, base, room, packed, None, 16, weights)
             theirs = plain("add_floats")(ops, groups, base, room, packed, None, 16, weights)
             assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("framework", frameworks())
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("size", [*SIZES, 700_001])
+def test_codes_and_what_they_are_coded_by(framework, count, size):
+    """In one pass; of groups that end beyond what stays in a cache, too."""
+    both, ops, x = Both(framework), TorchOps(static=True), noise(size)
+    key = torch.tensor([4_294_967_000, 12345])
+    with threads(count):
+        for length in (96, 100_000):
+            groups = groups_of(size, length)
+            for arguments in ((8, None), (8, key), (4, key)):
+                ours = both("encode_peaks", groups, x, *arguments)
+                assert all(map(same, ours, ops.encode_peaks(groups, x, *arguments)))
+            for powers in (False, True):
+                ours = both("encode_e4m3", groups, x, powers)
+                assert all(map(same, ours, ops.encode_e4m3(groups, x, powers)))
+        for rounding in (None, key):
+            ours = both("encode_bfloat16", x, rounding)
+            assert all(map(same, ours, ops.encode_bfloat16(x, rounding)))
+
+
+@pytest.mark.parametrize("framework", frameworks())
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("lengths", [(4,), (3, 1), (0, 8, 4), (30, 400_002), (4, 5_000_000, 40)])
+def test_frames(framework, count, lengths):
+    both, ops = Both(framework), TorchOps(static=True)
+    generator = torch.Generator().manual_seed(1)
+    values = 7, (1 << 32) - 1
+
+    def part(size, start):
+        drawn = torch.randint(256, (size + start,), dtype=torch.uint8, generator=generator)
+        return drawn[start:]
+
+    bodies = [[part(n, place * (len(lengths) > 1)) for n in lengths] for place in range(3)]
+    with threads(count):
+        assert same(both("frames", values, True, bodies), ops.frames(values, True, bodies))
+        assert same(both("frame", values, False, bodies[1]), ops.frame(values, False, bodies[1]))
+
+
+@NATIVE
+def test_a_frame_around_a_body_that_lies_behind_room_for_it():
+    ops, x = TorchOps(), noise(100_003)
+    groups = groups_of(x.shape[0])
+    scale, codes = ops.encode_peaks(groups, x, 8, None)
+    expected = TorchOps(static=True).frame((1, 2), True, [ops.to_bytes(scale, "float32"), codes])
+    parts = [ops.to_bytes(scale, "float32"), codes]
+    whole = ops.frame((1, 2), True, parts)
+    assert same(whole, expected) and whole[-codes.shape[0] :].data_ptr() == codes.data_ptr()
+    assert same(ops.frame((1, 2), True, parts), expected), "once more, elsewhere"
+    assert whole.data_ptr() != ops.frame((1, 2), True, parts).data_ptr()
 
 
 @NATIVE
@@ -183,6 +240,15 @@ def test_nothing_is_read_or_written_beyond_what_is_there():
         ops.encode_floats(groups, x, torch.ones(1), 8, None)
     with pytest.raises(ValueError, match="encode_floats"):
         ops.encode_floats(RowGroups((RowGroup(0, 3, 32),)), x, None, 16, None)
+    for op, arguments in {"encode_peaks": (8, None), "encode_e4m3": (False,)}.items():
+        with pytest.raises(ValueError, match=op):
+            getattr(ops, op)(RowGroups((RowGroup(0, 3, 32),)), x, *arguments)
+    with pytest.raises(ValueError, match="encode_bfloat16"):
+        ops.encode_bfloat16(torch.ones(63), None)
+    part = torch.zeros(8, dtype=torch.uint8)
+    for wrong in ([[part], [part[:4]]], [[part], [part, part]], [[part[:3]], [part[:3]]]):
+        with pytest.raises(ValueError, match="frame"):
+            ops.frames((1,), True, wrong)
     short = torch.zeros((2, 124), dtype=torch.uint8)
     with pytest.raises(ValueError, match="a code for each"):
         ops.add_floats(groups, None, torch.empty(64), short, None, 16, torch.ones(2))

@@ -248,21 +248,36 @@ static int run_decode_ascending(call *c) {
   return 0;
 }
 
-/* words, body -> frame */
+/* words, parts of the first body, of the next; frames: 0 for one that is a vector -> frames */
 static int plan_frame(call *c) {
-  TRY(takes(c, 2, 0, 0));
+  int64_t frames = c->n_ints ? *c->ints : 0, rows = frames ? frames : 1, bytes = 0;
+  TRY(takes(c, 2, 1, 0));
   TRY(is_vector(c, 0, INT64, ANY));
-  TRY(is_vector(c, 1, UINT8, ANY));
-  NEED(c->in[1].length % 4 == 0, "a body is whole words");
-  return gives_vector(c, 0, UINT8, 4 * (c->in[0].length + 1) + c->in[1].length);
+  NEED(rows > 0 && (c->n_in - 1) % rows == 0, "as many parts for each frame");
+  for (int64_t i = 1, parts = (c->n_in - 1) / rows; i < c->n_in; i += parts) {
+    int64_t here = 0;
+    for (int64_t part = i; part < i + parts; part++) {
+      TRY(is_vector(c, part, UINT8, ANY));
+      here += c->in[part].length;
+    }
+    NEED(here % 4 == 0 && (i == 1 || here == bytes), "bodies are equally many whole words");
+    bytes = here;
+  }
+  return gives(c, 0, UINT8, frames ? 2 : 1, rows, 4 * (c->in[0].length + 1) + bytes);
 }
 
 static int run_frame(call *c) {
-  int64_t count = c->in[0].length, bytes = c->in[1].length;
-  uint32_t *out = OUT(uint32_t, 0), *body = out + count + 1;
-  for (int64_t i = 0; i < count; i++) out[i] = (uint32_t)INT64S(0)[i];
-  if (bytes && (void *)body != c->in[1].data) memcpy(body, BYTES(1), (size_t)bytes);
-  out[count] = frame_sum(out, count, body, bytes / 4, (int)c->threads);
+  int64_t count = c->in[0].length, rows = c->out[0].rows, parts = (c->n_in - 1) / rows;
+  for (int64_t row = 0; row < rows; row++) {
+    uint32_t *out = (uint32_t *)(OUT(uint8_t, 0) + row * c->out[0].length), sum = 0;
+    uint8_t *body = (uint8_t *)(out + count + 1);
+    for (int64_t i = 0; i < count; i++) out[i] = (uint32_t)INT64S(0)[i];
+    for (int64_t part = 1 + row * parts, at = 0; part < 1 + (row + 1) * parts; part++) {
+      sum += copy_summed(body, at, BYTES(part), c->in[part].length, (int)c->threads);
+      at += c->in[part].length;
+    }
+    out[count] = sum + frame_sum(out, count, NULL, 0, 1);
+  }
   return 0;
 }
 
@@ -348,6 +363,37 @@ static int run_group_means(call *c) {
   return group_means(BANDS, FLOATS(1), OUT(float, 0), (int)c->threads);
 }
 
+/* rows, flags, counts; bits -> codes, means; flags are empty where values come first */
+static int plan_encode_bins(call *c) {
+  TRY(takes(c, 3, 1, 0));
+  int64_t groups = c->in[0].rows, length = c->in[0].length, bits = *c->ints;
+  TRY(is(c, 0, FLOAT, 2, ANY, ANY));
+  if (ITEMS(c->in[1])) TRY(is(c, 1, INT64, 2, groups, length));
+  TRY(is(c, 2, FLOAT, 2, groups, 1));
+  NEED(1 <= bits && bits <= 8 && length < (int64_t)1 << 31, "codes have 1 to 8 bits");
+  TRY(gives(c, 0, INT64, 2, groups, length));
+  return gives(c, 1, FLOAT, 2, groups, (int64_t)1 << bits);
+}
+
+static int run_encode_bins(call *c) {
+  return encode_bins(FLOATS(0), ITEMS(c->in[1]) ? INT64S(1) : NULL, FLOATS(2), c->in[0].rows,
+                     c->in[0].length, 1 << *c->ints, OUT(int64_t, 0), OUT(float, 1),
+                     (int)c->threads);
+}
+
+/* codes, means -> values */
+static int plan_decode_bins(call *c) {
+  TRY(takes(c, 2, 0, 0));
+  TRY(is(c, 0, INT64, 2, ANY, ANY));
+  TRY(is(c, 1, FLOAT, 2, c->in[0].rows, ANY));
+  return gives(c, 0, FLOAT, 2, c->in[0].rows, c->in[0].length);
+}
+
+static int run_decode_bins(call *c) {
+  return decode_bins(INT64S(0), FLOATS(1), c->in[0].rows, c->in[0].length, c->in[1].length,
+                     OUT(float, 0));
+}
+
 /* x [rows, length] -> the largest magnitude of each row */
 static int plan_peaks(call *c) {
   TRY(takes(c, 1, 0, 0));
@@ -405,6 +451,41 @@ static int run_encode_levels(call *c) {
   return 0;
 }
 
+/* bands, x, key; bits -> maxima, packed */
+static int plan_encode_peaks(call *c) {
+  int64_t groups;
+  TRY(takes(c, 3, 1, 0));
+  TRY(is_vector(c, 1, FLOAT, ANY));
+  TRY(groups_in(c, c->in[1].length, &groups));
+  TRY(is_key(c, 2));
+  NEED(2 <= *c->ints && *c->ints <= 8 && c->in[1].length % GROUP == 0, "codes have 2 to 8 bits");
+  TRY(gives_vector(c, 0, FLOAT, groups));
+  return gives_vector(c, 1, UINT8, c->in[1].length / 8 * *c->ints);
+}
+
+static int run_encode_peaks(call *c) {
+  encode_peaks(BANDS, FLOATS(1), c->in[1].length, (int)*c->ints, key_of(c, 2), OUT(float, 0),
+               OUT(uint32_t, 1), (int)c->threads);
+  return 0;
+}
+
+/* bands, x; powers -> units, codes */
+static int plan_encode_e4m3(call *c) {
+  int64_t groups;
+  TRY(takes(c, 2, 1, 0));
+  TRY(is_vector(c, 1, FLOAT, ANY));
+  TRY(groups_in(c, c->in[1].length, &groups));
+  NEED(c->in[1].length % 4 == 0, "codes are whole words");
+  TRY(gives_vector(c, 0, FLOAT, groups));
+  return gives_vector(c, 1, UINT8, c->in[1].length);
+}
+
+static int run_encode_e4m3(call *c) {
+  encode_e4m3_peaks(BANDS, FLOATS(1), c->in[1].length, *c->ints != 0, OUT(float, 0),
+                    OUT(uint8_t, 1), (int)c->threads);
+  return 0;
+}
+
 /* Checks inputs 2 on: packed codes, values by group, and weights, of each rank. */
 static int plan_sum(call *c, int64_t bits, int64_t values) {
   int64_t groups, n = c->in[1].length, ranks = c->in[3 + values].length;
@@ -454,8 +535,27 @@ static int plan_encode_floats(call *c) {
 }
 
 static int run_encode_floats(call *c) {
-  encode_floats(BANDS, FLOATS(1), c->in[1].length, FLOATS(2), (int)*c->ints, key_of(c, 3),
-                OUT(uint32_t, 0), (int)c->threads);
+  int64_t n = c->in[1].length;
+  if (*c->ints == 8)
+    encode_e4m3(BANDS, FLOATS(1), n, FLOATS(2), OUT(uint8_t, 0), (int)c->threads);
+  else
+    (void)encode_bfloat16(FLOATS(1), n, key_of(c, 3), OUT(uint32_t, 0), (int)c->threads);
+  return 0;
+}
+
+/* x, key -> packed, largest magnitude */
+static int plan_encode_bfloat16(call *c) {
+  TRY(takes(c, 2, 0, 0));
+  TRY(is_vector(c, 0, FLOAT, ANY));
+  TRY(is_key(c, 1));
+  NEED(c->in[0].length % 2 == 0, "codes are whole words");
+  TRY(gives_vector(c, 0, UINT8, 2 * c->in[0].length));
+  return gives_vector(c, 1, FLOAT, 1);
+}
+
+static int run_encode_bfloat16(call *c) {
+  *OUT(float, 1) = encode_bfloat16(FLOATS(0), c->in[0].length, key_of(c, 1), OUT(uint32_t, 0),
+                                   (int)c->threads);
   return 0;
 }
 
@@ -513,6 +613,76 @@ static int run_add_signs(call *c) {
             (const uint32_t *)c->in[2].data, c->in[2].stride / 4, FLOATS(3), FLOATS(4),
             c->in[3].stride / 4, FLOATS(5), (int)c->threads);
   return 0;
+}
+
+/* -- rows of a vector ------------------------------------------------------------------------ */
+
+/* Rows of so many elements, the last one perhaps of fewer; 0 if none can be that long. */
+static int64_t rows_of(int64_t size, int64_t length) {
+  return 0 < length && length < (int64_t)1 << 31 ? (size + length - 1) / length : 0;
+}
+
+/* Declares what is chosen of the rows of input 0. */
+static int gives_largest(call *c, int64_t i) {
+  int64_t length = c->ints[0], k = c->ints[1], rows = rows_of(c->in[0].length, length);
+  TRY(is_vector(c, 0, FLOAT, ANY));
+  NEED(length < (int64_t)1 << 31 && 0 < k && k <= length, "a row has at least k elements");
+  c->scratch_bytes = 8 * room_of_row(length) * c->threads;
+  TRY(gives(c, i, INT64, 2, rows, k));
+  return gives(c, i + 1, FLOAT, 2, rows, k);
+}
+
+/* x; length, k -> index, values */
+static int plan_largest_of_rows(call *c) {
+  TRY(takes(c, 1, 2, 0));
+  return gives_largest(c, 0);
+}
+
+static int run_largest_of_rows(call *c) {
+  largest_of_rows(FLOATS(0), NULL, 1.0f, NULL, c->in[0].length, c->ints[0], c->ints[1],
+                  OUT(int64_t, 0), OUT(float, 1), (uint64_t *)c->scratch, (int)c->threads);
+  return 0;
+}
+
+/* x, y; length, k; factor -> factor * x + y, and its index, values */
+static int plan_accumulate_largest(call *c) {
+  TRY(takes(c, 2, 2, 1));
+  TRY(is_vector(c, 1, FLOAT, c->in[0].length));
+  TRY(gives_largest(c, 1));
+  return gives_like(c, 0, 0);
+}
+
+static int run_accumulate_largest(call *c) {
+  largest_of_rows(FLOATS(0), FLOATS(1), (float)*c->floats, OUT(float, 0), c->in[0].length,
+                  c->ints[0], c->ints[1], OUT(int64_t, 1), OUT(float, 2), (uint64_t *)c->scratch,
+                  (int)c->threads);
+  return 0;
+}
+
+/* base, weights, index and values of each rank; length, from_zero -> sum */
+static int plan_add_in_rows(call *c) {
+  TRY(takes(c, 2, 2, 0));
+  TRY(is_vector(c, 0, FLOAT, ANY));
+  TRY(is_vector(c, 1, FLOAT, (c->n_in - 2) / 2));
+  int64_t rows = rows_of(c->in[0].length, *c->ints), ranks = c->in[1].length;
+  NEED(*c->ints > 0 && c->n_in == 2 + 2 * ranks, "places and values of each rank");
+  for (int64_t i = 2; i < c->n_in; i += 2) {
+    TRY(is(c, i, INT64, 2, rows, c->in[2].length));
+    TRY(is(c, i + 1, FLOAT, 2, rows, c->in[2].length));
+  }
+  c->scratch_bytes = 2 * (int64_t)sizeof(void *) * ranks;
+  return gives_like(c, 0, 0);
+}
+
+static int run_add_in_rows(call *c) {
+  int64_t ranks = c->in[1].length;
+  const int64_t **index = (const int64_t **)c->scratch;
+  const float **values = (const float **)(index + ranks);
+  for (int64_t rank = 0; rank < ranks; rank++)
+    index[rank] = INT64S(2 + 2 * rank), values[rank] = FLOATS(3 + 2 * rank);
+  return add_in_rows(c->ints[1] ? NULL : FLOATS(0), OUT(float, 0), c->in[0].length, *c->ints,
+                     ranks ? c->in[2].length : 0, ranks, index, values, FLOATS(1),
+                     (int)c->threads);
 }
 
 /* -- buckets --------------------------------------------------------------------------------- */
@@ -920,14 +1090,22 @@ static const kernel KERNELS[] = {
     {"group_maxima", plan_of_groups, run_group_maxima},
     {"group_squares", plan_of_groups, run_group_squares},
     {"group_means", plan_of_groups, run_group_means},
+    KERNEL(encode_bins),
+    KERNEL(decode_bins),
     KERNEL(peaks),
     KERNEL(layer_histograms),
     KERNEL(encode_levels),
     KERNEL(add_levels),
     KERNEL(encode_floats),
+    KERNEL(encode_bfloat16),
+    KERNEL(encode_peaks),
+    KERNEL(encode_e4m3),
     KERNEL(add_floats),
     KERNEL(encode_signs),
     KERNEL(add_signs),
+    KERNEL(largest_of_rows),
+    KERNEL(accumulate_largest),
+    KERNEL(add_in_rows),
     KERNEL(climb),
     KERNEL(threshold_write),
     KERNEL(threshold_settle),

@@ -93,6 +93,16 @@ int encode_ascending(const int64_t *numbers, int64_t rows, int64_t count, int64_
 void decode_ascending(const int64_t *lows, const int64_t *highs, int64_t rows, int64_t count,
                       int64_t low, int64_t width, int64_t universe, int64_t *numbers);
 
+/* -- chunks.c: rows of a vector -- */
+
+int64_t room_of_row(int64_t length);
+void largest_of_rows(const float *x, const float *y, float factor, float *out, int64_t size,
+                     int64_t length, int64_t k, int64_t *index, float *values, uint64_t *memory,
+                     int threads);
+int add_in_rows(const float *base, float *out, int64_t size, int64_t length, int64_t k,
+                int64_t ranks, const int64_t *const *index, const float *const *values,
+                const float *weights, int threads);
+
 /* -- quant.c: composite ops and quantizers -- */
 
 /* `rows` groups of `length` neighbours each; see bands.py. */
@@ -127,24 +137,36 @@ void layer_histograms(const band *bands, int64_t layers, const float *x, int64_t
                       int64_t *counts, int threads);
 void reverse(const float *x, int64_t a, int64_t b, int64_t c, int64_t x_apart, float *out,
              int64_t out_apart, int past, int threads);
-uint32_t weighted_sum(const uint32_t *words, int64_t n, int threads);
+uint32_t weighted_sum(const uint32_t *words, int64_t first, int64_t stop, int threads);
 uint32_t frame_sum(const uint32_t *words, int64_t count, const uint32_t *body, int64_t n,
                    int threads);
+uint32_t copy_summed(uint8_t *body, int64_t at, const uint8_t *part, int64_t bytes, int threads);
 void examine(const uint32_t *frames, int64_t rows, int64_t stride, int64_t length, int64_t count,
              const field *fields, int64_t number, const int64_t *expected, int64_t *words,
              uint8_t *held, int threads);
 void group_maxima(const band *bands, int64_t count, const float *x, float *out, int threads);
 int group_squares(const band *bands, int64_t count, const float *x, float *out, int threads);
 int group_means(const band *bands, int64_t count, const float *x, float *out, int threads);
+int encode_bins(const float *x, const int64_t *real, const float *counts, int64_t groups, int64_t n,
+                int bins, int64_t *codes, float *means, int threads);
+int decode_bins(const int64_t *codes, const float *means, int64_t groups, int64_t n, int64_t bins,
+                float *out);
 /* key: two numbers of 32 bits; NULL rounds to the nearest. */
 void encode_levels(const band *bands, int64_t count, const float *x, int64_t n, const float *scale,
                    int bits, const int64_t *key, uint32_t *words, int threads);
 void add_levels(const band *bands, int64_t count, const float *base, float *out, int64_t n,
                 int64_t ranks, const uint32_t *words, int64_t word_stride, const float *scale,
                 int64_t scale_stride, int bits, const float *weights, int threads);
-/* bfloat16 if bits is 16, else e4m3 of x / unit. */
-void encode_floats(const band *bands, int64_t count, const float *x, int64_t n, const float *unit,
-                   int bits, const int64_t *key, uint32_t *words, int threads);
+/* Returns the largest magnitude. */
+float encode_bfloat16(const float *x, int64_t n, const int64_t *key, uint32_t *words, int threads);
+/* Codes of x / unit. */
+void encode_e4m3(const band *bands, int64_t count, const float *x, int64_t n, const float *unit,
+                 uint8_t *codes, int threads);
+void encode_peaks(const band *bands, int64_t count, const float *x, int64_t n, int bits,
+                  const int64_t *key, float *scale, uint32_t *words, int threads);
+void encode_e4m3_peaks(const band *bands, int64_t count, const float *x, int64_t n, int powers,
+                       float *unit, uint8_t *codes, int threads);
+/* bfloat16 if bits is 16, else e4m3. */
 void add_floats(const band *bands, int64_t count, const float *base, float *out, int64_t n,
                 int64_t ranks, const uint8_t *codes, int64_t code_stride, const float *unit,
                 int64_t unit_stride, int bits, const float *weights, int threads);

@@ -238,8 +238,35 @@ AVX2 static void pack_avx2(const uint8_t *codes, int64_t n, int bits,
   }
 }
 
+/* Swaps the bits of a mask with those `shift` above them. */
+#define SWAP(v, shift, mask)                                                                 \
+  do {                                                                                       \
+    __m256i own = _mm256_set1_epi64x(mask);                                                  \
+    __m256i differ = _mm256_and_si256(_mm256_xor_si256(v, _mm256_srli_epi64(v, shift)), own); \
+    v = _mm256_xor_si256(v, _mm256_xor_si256(differ, _mm256_slli_epi64(differ, shift)));     \
+  } while (0)
+
+/* Of eight planes: eight codes are a square of 64 bits, which is transposed. */
+AVX2 static void unpack_bytes_avx2(const uint32_t *words, int64_t n, uint8_t *codes) {
+  const __m256i planes = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4,
+                                          8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m256i squares = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  for (int64_t i = 0; i < n; i += GROUP) {
+    __m256i v = _mm256_loadu_si256((const __m256i *)(words + i / 4));
+    v = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(v, planes), squares);
+    SWAP(v, 7, 0x00aa00aa00aa00aall);
+    SWAP(v, 14, 0x0000cccc0000ccccll);
+    SWAP(v, 28, 0x00000000f0f0f0f0ll);
+    _mm256_storeu_si256((__m256i *)(codes + i), v);
+  }
+}
+
 AVX2 static void unpack_avx2(const uint32_t *words, int64_t n, int bits,
                                                         uint8_t *codes) {
+  if (bits == 8) {
+    unpack_bytes_avx2(words, n, codes);
+    return;
+  }
   const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2,
                                           2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
   const __m256i lanes = _mm256_set1_epi64x((long long)0x8040201008040201ull);
@@ -307,19 +334,22 @@ FAST void from_bit_planes(const int64_t *planes, int64_t m, int bits, int64_t *g
   }
 }
 
-FAST static uint32_t weighted(const uint32_t *words, int64_t first, int64_t stop) {
-  uint32_t sum = 0;
-  for (int64_t i = first; i < stop; i++) sum += words[i] * (uint32_t)(2 * i + 17);
+FAST static uint32_t weighted(const uint32_t *words, int64_t n, int64_t place) {
+  uint32_t sum = 0, first = (uint32_t)(2 * place + 17);
+  for (int64_t i = 0; i < n; i++) sum += words[i] * (first + 2 * (uint32_t)i);
   return sum;
 }
 
-/* Sum of words, each times 2 * place + 17, modulo 2**32. */
-uint32_t weighted_sum(const uint32_t *words, int64_t n, int threads) {
+/* Sum of words from one on, each times 2 * place + 17, modulo 2**32. */
+uint32_t weighted_sum(const uint32_t *words, int64_t first, int64_t stop, int threads) {
   uint32_t sum = 0;
+  int64_t n = stop - first;
   if (n < MANY) threads = 1;
 #pragma omp parallel for num_threads(threads) if (threads > 1) reduction(+ : sum)
-  for (int t = 0; t < threads; t++)
-    sum += weighted(words, border(n, CHUNK, t, threads), border(n, CHUNK, t + 1, threads));
+  for (int t = 0; t < threads; t++) {
+    int64_t begin = first + border(n, CHUNK, t, threads);
+    sum += weighted(words + begin, first + border(n, CHUNK, t + 1, threads) - begin, begin);
+  }
   return sum;
 }
 
@@ -328,8 +358,31 @@ uint32_t weighted_sum(const uint32_t *words, int64_t n, int threads) {
 /* The weighted sum of a frame's words, and of its body. */
 uint32_t frame_sum(const uint32_t *words, int64_t count, const uint32_t *body, int64_t n,
                    int threads) {
-  uint32_t sum = weighted_sum(body, n, threads);
+  uint32_t sum = weighted_sum(body, 0, n, threads);
   for (int64_t i = 0; i < count; i++) sum += words[i] * (uint32_t)(2 * i + 1);
+  return sum;
+}
+
+/* Copies a part to the body of a frame, from byte `at` on, unless it is there.
+ *
+ * Returns the weighted sum of the words that it completes.
+ */
+uint32_t copy_summed(uint8_t *body, int64_t at, const uint8_t *part, int64_t bytes, int threads) {
+  uint32_t sum = 0;
+  if (body + at == part || bytes < MUCH || at % 4 || bytes % 4 || (uintptr_t)part % 4) {
+    if (body + at != part && bytes) memcpy(body + at, part, (size_t)bytes);
+    return weighted_sum((const uint32_t *)body, at / 4, (at + bytes) / 4, threads);
+  }
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(+ : sum)
+  for (int t = 0; t < threads; t++) {
+    int64_t stop = border(bytes, 4 * CHUNK, t + 1, threads), size;
+    for (int64_t from = border(bytes, 4 * CHUNK, t, threads); from < stop; from += size) {
+      size = from + 4 * CHUNK < stop ? 4 * CHUNK : stop - from;
+      sum += weighted((const uint32_t *)(part + from), size / 4, (at + from) / 4);
+      write_past(body + at + from, part + from, size);
+    }
+    written_past();
+  }
   return sum;
 }
 
@@ -512,6 +565,89 @@ int group_squares(const band *bands, int64_t count, const float *x, float *out, 
 
 int group_means(const band *bands, int64_t count, const float *x, float *out, int threads) {
   return fold_groups(bands, count, x, out, threads, sums, 1);
+}
+
+/* -- bins of equal width ---------------------------------------------------------------------- */
+
+/* The sum, in the order of folds; x is spoilt. */
+static float folded(float *x, int64_t n) {
+  fold(x, n);
+  return n ? x[0] : 0.0f;
+}
+
+/* x - mean, and its square. */
+FAST static void deviations(const float *x, int64_t n, float mean, float *apart, float *squared) {
+  for (int64_t i = 0; i < n; i++) {
+    apart[i] = x[i] - mean;
+    squared[i] = apart[i] * apart[i];
+  }
+}
+
+FAST static void bin_codes(const float *apart, int64_t n, float per_unit, int bins, int32_t *codes) {
+  float middle = (float)bins / 2.0f, most = (float)bins - 1.0f;
+  for (int64_t i = 0; i < n; i++) {
+    float height = apart[i] * per_unit;
+    height = height + middle;
+    height = height > 0.0f ? height : 0.0f;
+    codes[i] = (int32_t)(height < most ? height : most);
+  }
+}
+
+/* What is in a bin, and 0 elsewhere; returns how much is. */
+FAST static int64_t inside_bin(const float *x, const int32_t *codes, int64_t n, int32_t bin,
+                               float *out) {
+  int32_t count = 0;
+  for (int64_t i = 0; i < n; i++) {
+    out[i] = codes[i] == bin ? x[i] : 0.0f;
+    count += codes[i] == bin;
+  }
+  return count;
+}
+
+/* codes [groups, n], means [groups, bins]; see `encode_bins` of interface/quantization.py. */
+int encode_bins(const float *x, const int64_t *real, const float *counts, int64_t groups, int64_t n,
+                int bins, int64_t *codes, float *means, int threads) {
+  char *room = malloc((size_t)(12 * n * threads + 1));
+  if (!room) return NO_MEMORY;
+  IN_PIECES
+  for (int t = 0; t < threads; t++) {
+    float *apart = (float *)(room + 12 * n * t), *scratch = apart + n;
+    int32_t *bin = (int32_t *)(scratch + n);
+    int64_t end = border(groups, 1, t + 1, threads);
+    for (int64_t g = border(groups, 1, t, threads); g < end; g++) {
+      const float *own = x + g * n;
+      const int64_t *flags = real ? real + g * n : NULL;
+      memcpy(scratch, own, sizeof(float) * (size_t)n);
+      float mean = folded(scratch, n) / counts[g];
+      deviations(own, n, mean, apart, scratch);
+      for (int64_t i = 0; i < n; i++)
+        if (flags ? flags[i] <= 0 : i >= (int64_t)counts[g]) apart[i] = scratch[i] = 0.0f;
+      float variance = folded(scratch, n) / counts[g], deviation = (float)sqrt((double)variance);
+      float inverse = deviation >= TINY ? 1.0f / deviation : 0.0f;
+      bin_codes(apart, n, inverse * (float)(bins / 6.0), bins, bin);
+      for (int64_t i = 0; i < n; i++) {
+        codes[g * n + i] = bin[i];
+        if (flags ? flags[i] <= 0 : i >= (int64_t)counts[g]) bin[i] = -1;
+      }
+      for (int b = 0; b < bins; b++) {
+        int64_t number = inside_bin(own, bin, n, b, scratch);
+        means[g * bins + b] = folded(scratch, n) / (float)(number > 1 ? number : 1);
+      }
+    }
+  }
+  free(room);
+  return 0;
+}
+
+/* 0, or BEYOND if a code is of no bin. */
+int decode_bins(const int64_t *codes, const float *means, int64_t groups, int64_t n, int64_t bins,
+                float *out) {
+  for (int64_t g = 0; g < groups; g++)
+    for (int64_t i = g * n; i < (g + 1) * n; i++) {
+      if ((uint64_t)codes[i] >= (uint64_t)bins) return BEYOND;
+      out[i] = means[g * bins + codes[i]];
+    }
+  return 0;
 }
 
 #define NOT_BELOW(x) ((x) < 0.0f ? 0.0f : (x))
@@ -761,18 +897,52 @@ static int next_piece(walk *w, int64_t begin, int64_t end, int64_t *from, int64_
   return 0;
 }
 
-void encode_levels(const band *bands, int64_t count, const float *x, int64_t n, const float *scale,
-                   int bits, const int64_t *key, uint32_t *words, int threads) {
+/* The next group that begins in [begin, end): 1 and where, or 0. */
+static int next_group(walk *w, int64_t begin, int64_t end, int64_t *at, int64_t *length,
+                      int64_t *group) {
+  for (; w->at < w->count; w->row = 0, w->at++) {
+    const band *b = w->bands + w->at;
+    if (w->row < b->rows && b->start + w->row * b->length < begin) w->row++, w->group++;
+    if (w->row == b->rows) continue;
+    *at = b->start + w->row * b->length;
+    if (*at >= end) return 0;
+    *length = b->length;
+    *group = w->group++;
+    w->row++;
+    return 1;
+  }
+  return 0;
+}
+
+#define NEAR (1 << 16) /* elements that are read again soon after the values of their groups */
+
+/* The maxima of the groups that begin in [begin, end): all of them, if there are threads. */
+static void maxima_between(const band *bands, int64_t count, const float *x, int64_t begin,
+                           int64_t end, float *out, int threads) {
+  int64_t at, length, group;
+  walk w = walk_from(bands, count, begin);
+  if (threads > 1)
+    group_maxima(bands, count, x, out, threads);
+  else
+    while (next_group(&w, begin, end, &at, &length, &group))
+      out[group] = largest_magnitude(x + at, length);
+}
+
+/* Codes of [first, last); first is a multiple of CHUNK. */
+static void levels_between(const band *bands, int64_t count, const float *x, int64_t first,
+                           int64_t last, const float *scale, int bits, const int64_t *key,
+                           uint32_t *words, int threads) {
   int levels = (1 << (bits - 1)) - 1;
   IN_PIECES
   for (int t = 0; t < threads; t++) {
     uint8_t codes[CHUNK];
-    int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
+    int64_t begin = first + border(last - first, CHUNK, t, threads), end;
+    int64_t stop = first + border(last - first, CHUNK, t + 1, threads);
     walk w = walk_from(bands, count, begin);
     for (; begin < stop; begin = end) {
       int64_t from, to, group;
       int more;
-      end = begin + CHUNK < n ? begin + CHUNK : n;
+      end = begin + CHUNK < stop ? begin + CHUNK : stop;
       memset(codes, 0, CHUNK);
       do {
         more = next_piece(&w, begin, end, &from, &to, &group);
@@ -790,6 +960,22 @@ void encode_levels(const band *bands, int64_t count, const float *x, int64_t n, 
   }
 }
 
+void encode_levels(const band *bands, int64_t count, const float *x, int64_t n, const float *scale,
+                   int bits, const int64_t *key, uint32_t *words, int threads) {
+  levels_between(bands, count, x, 0, n, scale, bits, key, words, threads);
+}
+
+/* The maxima, and the codes with them as scales: x is read once. */
+void encode_peaks(const band *bands, int64_t count, const float *x, int64_t n, int bits,
+                  const int64_t *key, float *scale, uint32_t *words, int threads) {
+  int64_t part = threads > 1 ? n : NEAR;
+  for (int64_t begin = 0, end; begin < n; begin = end) {
+    end = begin + part < n ? begin + part : n;
+    maxima_between(bands, count, x, begin, end, scale, threads);
+    levels_between(bands, count, x, begin, end, scale, bits, key, words, threads);
+  }
+}
+
 /* Where a sum starts: from another vector, or from nothing. */
 static void begin_sum(float *out, const float *base, int64_t begin, int64_t end) {
   size_t bytes = sizeof(float) * (size_t)(end - begin);
@@ -797,6 +983,18 @@ static void begin_sum(float *out, const float *base, int64_t begin, int64_t end)
     memset(out + begin, 0, bytes);
   else if (base != out)
     memcpy(out + begin, base + begin, bytes);
+}
+
+/* Where a chunk is summed up: in `room`, if it is to be written past the caches; else in out. */
+static float *begin_chunk(float *room, float *out, const float *base, int64_t n, int64_t begin,
+                          int64_t end) {
+  float *total = base == out || 4 * n < MUCH ? out + begin : room;
+  begin_sum(total, base ? base + begin : NULL, 0, end - begin);
+  return total;
+}
+
+static void end_chunk(const float *total, float *out, int64_t begin, int64_t end) {
+  if (total != out + begin) write_past(out + begin, total, 4 * (end - begin));
 }
 
 /* out = base + the sum over ranks, rank by rank; strides in words and floats. */
@@ -807,6 +1005,7 @@ void add_levels(const band *bands, int64_t count, const float *base, float *out,
   IN_PIECES
   for (int t = 0; t < threads; t++) {
     uint8_t codes[CHUNK];
+    float room[CHUNK];
     int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
     walk w = walk_from(bands, count, begin);
     for (; begin < stop; begin = end) {
@@ -814,7 +1013,7 @@ void add_levels(const band *bands, int64_t count, const float *base, float *out,
       int more;
       walk start = w;
       end = begin + CHUNK < n ? begin + CHUNK : n;
-      begin_sum(out, base, begin, end);
+      float *total = begin_chunk(room, out, base, n, begin, end);
       for (int64_t rank = 0; rank < ranks; rank++) {
         const float *scales = scale + rank * scale_stride;
         w = start;
@@ -823,80 +1022,126 @@ void add_levels(const band *bands, int64_t count, const float *base, float *out,
           more = next_piece(&w, begin, end, &from, &to, &group);
           if (more) {
             float unit = scales[group] >= TINY ? scales[group] * (float)(1.0 / levels) : 0.0f;
-            add_level_values(out + from, codes + from - begin, to - from, unit, levels,
+            add_level_values(total + from - begin, codes + from - begin, to - from, unit, levels,
                              weights[rank]);
           }
         } while (more == 1);
       }
+      end_chunk(total, out, begin, end);
     }
+    written_past();
   }
 }
 
 /* -- narrow floats ------------------------------------------------------------------------------ */
 
-/* A NaN's code may take a bit more than there is: words are sums of codes, as the composite's. */
-FAST static void nearest_bfloat16(const float *x, int64_t n, uint32_t *codes) {
-  for (int64_t i = 0; i < n; i++) {
-    uint32_t bits = bits_of(x[i]), magnitude = bits & 0x7fffffffu;
-    codes[i] = ((magnitude + 0x7fffu + (magnitude >> 16 & 1)) >> 16) + (bits >> 31 << 15);
+static inline int32_t larger(int32_t a, int32_t b) { return a > b ? a : b; }
+
+/* What is added to a magnitude before its lower half is cut off: for the nearest, ties to even. */
+static inline uint32_t half_up(uint32_t magnitude) { return 0x7fffu + (magnitude >> 16 & 1); }
+
+static inline uint32_t random_up(uint32_t place, uint32_t key) { return mix(mix(place) ^ key) >> 16; }
+
+/* Two codes as a word. A NaN's may take a bit more than there is: words are sums of codes, as the
+ * composite's. */
+#define PAIR(i, up_first, up_second)                                                            \
+  uint32_t first = bits_of(x[2 * (i)]), second = bits_of(x[2 * (i) + 1]);                       \
+  uint32_t low = first & 0x7fffffffu, high = second & 0x7fffffffu;                              \
+  most = larger(most, larger((int32_t)low, (int32_t)high));                                     \
+  words[i] = ((low + (up_first)) >> 16) + (first >> 16 & 0x8000u) +                             \
+             ((high + (up_second)) & 0xffff0000u) + (second & 0x80000000u)
+
+/* Both return the largest magnitude, as bits. */
+FAST static int32_t nearest_bfloat16(const float *x, int64_t n, uint32_t *words) {
+  int32_t most = 0;
+  for (int64_t i = 0; i < n / 2; i++) {
+    PAIR(i, half_up(low), half_up(high));
   }
+  return most;
 }
 
-FAST static void random_bfloat16(const float *x, int64_t n, uint32_t first, uint32_t key,
-                                 uint32_t *codes) {
-  for (int64_t i = 0; i < n; i++) {
-    uint32_t bits = bits_of(x[i]), hash = mix(mix(first + (uint32_t)i) ^ key);
-    codes[i] = (((bits & 0x7fffffffu) + (hash >> 16)) >> 16) + (bits >> 31 << 15);
+FAST static int32_t random_bfloat16(const float *x, int64_t n, uint32_t place, uint32_t key,
+                                    uint32_t *words) {
+  int32_t most = 0;
+  for (int64_t i = 0; i < n / 2; i++) {
+    uint32_t own = place + 2 * (uint32_t)i;
+    PAIR(i, random_up(own, key), random_up(own + 1, key));
   }
+  return most;
 }
 
-/* Below 2**-6 are multiples of 2**-9: the last bits of a sum. */
-FAST static void nearest_e4m3(const float *x, int64_t n, float inverse, uint32_t *codes) {
+/* Below 2**-6 are multiples of 2**-9: the last bits of a sum. No code of a NaN means anything. */
+FAST static void nearest_e4m3(const float *x, int64_t n, float inverse, uint8_t *codes) {
   for (int64_t i = 0; i < n; i++) {
     uint32_t bits = bits_of(x[i] * inverse), magnitude = bits & 0x7fffffffu;
     uint32_t normal = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
     float sum = float_of(magnitude) * 0x1p9f;
     sum = sum + 0x1p23f;
-    codes[i] = (magnitude < 121u << 23 ? bits_of(sum) & 15 : normal) + (bits >> 31 << 7);
+    codes[i] =
+        (uint8_t)((magnitude < 121u << 23 ? bits_of(sum) & 15 : normal) + (bits >> 31 << 7));
   }
 }
 
-FAST static void join_codes(const uint32_t *codes, int64_t words, int bits, uint32_t *out) {
-  if (bits == 16)
-    for (int64_t i = 0; i < words; i++) out[i] = codes[2 * i] + (codes[2 * i + 1] << 16);
-  else
-    for (int64_t i = 0; i < words; i++)
-      out[i] = codes[4 * i] + (codes[4 * i + 1] << 8) + (codes[4 * i + 2] << 16) +
-               (codes[4 * i + 3] << 24);
+float encode_bfloat16(const float *x, int64_t n, const int64_t *key, uint32_t *words, int threads) {
+  int32_t most = 0;
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(max : most)
+  for (int t = 0; t < threads; t++) {
+    uint32_t codes[CHUNK / 2];
+    int64_t stop = border(n, CHUNK, t + 1, threads), end;
+    for (int64_t begin = border(n, CHUNK, t, threads); begin < stop; begin = end) {
+      end = begin + CHUNK < stop ? begin + CHUNK : stop;
+      uint32_t *to = 2 * n < MUCH ? words + begin / 2 : codes, place = (uint32_t)begin;
+      if (key) place += (uint32_t)key[0];
+      most = larger(most, key ? random_bfloat16(x + begin, end - begin, place, (uint32_t)key[1], to)
+                              : nearest_bfloat16(x + begin, end - begin, to));
+      if (to == codes) write_past(words + begin / 2, codes, 2 * (end - begin));
+    }
+    written_past();
+  }
+  return float_of((uint32_t)most);
 }
 
-void encode_floats(const band *bands, int64_t count, const float *x, int64_t n, const float *unit,
-                   int bits, const int64_t *key, uint32_t *words, int threads) {
-  int lanes = 32 / bits;
+/* Codes of [first, last). */
+static void e4m3_between(const band *bands, int64_t count, const float *x, int64_t first,
+                         int64_t last, const float *unit, uint8_t *codes, int threads) {
   IN_PIECES
   for (int t = 0; t < threads; t++) {
-    uint32_t codes[CHUNK];
-    int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
+    int64_t begin = first + border(last - first, CHUNK, t, threads);
+    int64_t stop = first + border(last - first, CHUNK, t + 1, threads);
+    int64_t from, to, group, done = begin;
+    int more;
     walk w = walk_from(bands, count, begin);
-    for (; begin < stop; begin = end) {
-      int64_t from, to, group;
-      int more = 0;
-      end = begin + CHUNK < stop ? begin + CHUNK : stop;
-      if (bits == 16 && key)
-        random_bfloat16(x + begin, end - begin, (uint32_t)(begin + key[0]), (uint32_t)key[1], codes);
-      else if (bits == 16)
-        nearest_bfloat16(x + begin, end - begin, codes);
-      else {
-        memset(codes, 0, sizeof codes);
-        do {
-          more = next_piece(&w, begin, end, &from, &to, &group);
-          if (more)
-            nearest_e4m3(x + from, to - from, unit[group] >= TINY ? 1.0f / unit[group] : 0.0f,
-                         codes + from - begin);
-        } while (more == 1);
-      }
-      join_codes(codes, (end - begin) / lanes, bits, words + begin / lanes);
+    do {
+      more = next_piece(&w, begin, stop, &from, &to, &group);
+      memset(codes + done, 0, (size_t)((more ? from : stop) - done));
+      done = more ? to : stop;
+      if (more)
+        nearest_e4m3(x + from, to - from, unit[group] >= TINY ? 1.0f / unit[group] : 0.0f,
+                     codes + from);
+    } while (more == 1);
+    memset(codes + done, 0, (size_t)(stop - done));
+  }
+}
+
+void encode_e4m3(const band *bands, int64_t count, const float *x, int64_t n, const float *unit,
+                 uint8_t *codes, int threads) {
+  e4m3_between(bands, count, x, 0, n, unit, codes, threads);
+}
+
+/* Units in which each group's largest magnitude is 448, perhaps rounded up to powers of two; and
+ * the codes with them: x is read once. */
+void encode_e4m3_peaks(const band *bands, int64_t count, const float *x, int64_t n, int powers,
+                       float *unit, uint8_t *codes, int threads) {
+  int64_t part = threads > 1 ? n : NEAR, at, length, group;
+  for (int64_t begin = 0, end; begin < n; begin = end) {
+    end = begin + part < n ? begin + part : n;
+    maxima_between(bands, count, x, begin, end, unit, threads);
+    walk w = walk_from(bands, count, begin);
+    while (next_group(&w, begin, end, &at, &length, &group)) {
+      unit[group] *= (float)(1.0 / 448.0);
+      if (powers) unit[group] = float_of((bits_of(unit[group]) + (1u << 23) - 1) >> 23 << 23);
     }
+    e4m3_between(bands, count, x, begin, end, unit, codes, threads);
   }
 }
 
@@ -909,8 +1154,8 @@ FAST static void add_bfloat16(float *total, const uint8_t *codes, int64_t n, flo
   }
 }
 
-FAST static void add_e4m3(float *total, const uint8_t *codes, int64_t n, float unit,
-                          float weight) {
+FAST static void add_e4m3_plainly(float *total, const uint8_t *codes, int64_t n, float unit,
+                                  float weight) {
   for (int64_t i = 0; i < n; i++) {
     uint32_t magnitude = codes[i] & 127u;
     float small = (float)(int32_t)magnitude * 0x1p-9f;
@@ -921,57 +1166,83 @@ FAST static void add_e4m3(float *total, const uint8_t *codes, int64_t n, float u
   }
 }
 
+#ifdef __x86_64__
+/* Halfs have the same mantissas, and others than normal ones too; only their exponents are 8 more. */
+__attribute__((target("avx2,f16c"))) static void add_e4m3_avx2(float *total, const uint8_t *codes,
+                                                              int64_t n, float unit,
+                                                              float weight) {
+  const __m256 scale = _mm256_set1_ps(unit), factor = _mm256_set1_ps(weight);
+  const __m128i sign = _mm_set1_epi16((int16_t)0x8000), rest = _mm_set1_epi16(127 << 7);
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m128i code = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)(codes + i)));
+    const __m128i half = _mm_or_si128(_mm_and_si128(_mm_slli_epi16(code, 8), sign),
+                                      _mm_and_si128(_mm_slli_epi16(code, 7), rest));
+    __m256 value = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+    value = _mm256_mul_ps(_mm256_mul_ps(value, scale), factor);
+    _mm256_storeu_ps(total + i, _mm256_add_ps(_mm256_loadu_ps(total + i), value));
+  }
+  add_e4m3_plainly(total + i, codes + i, n - i, unit, weight);
+}
+#endif
+
+static void add_e4m3(float *total, const uint8_t *codes, int64_t n, float unit, float weight) {
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+    add_e4m3_avx2(total, codes, n, unit, weight);
+    return;
+  }
+#endif
+  add_e4m3_plainly(total, codes, n, unit, weight);
+}
+
 /* out = base + the sum over ranks, rank by rank; strides in bytes and floats. */
 void add_floats(const band *bands, int64_t count, const float *base, float *out, int64_t n,
                 int64_t ranks, const uint8_t *codes, int64_t code_stride, const float *unit,
                 int64_t unit_stride, int bits, const float *weights, int threads) {
   IN_PIECES
   for (int t = 0; t < threads; t++) {
+    float room[CHUNK];
     int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
     walk w = walk_from(bands, count, begin);
     for (; begin < stop; begin = end) {
       walk start = w;
       end = begin + CHUNK < stop ? begin + CHUNK : stop;
-      begin_sum(out, base, begin, end);
+      float *total = begin_chunk(room, out, base, n, begin, end);
       for (int64_t rank = 0; rank < ranks; rank++) {
         const uint8_t *own = codes + rank * code_stride;
         const float *units = unit + rank * unit_stride;
         int64_t from, to, group;
         int more;
         if (bits == 16) {
-          add_bfloat16(out + begin, own + 2 * begin, end - begin, weights[rank]);
+          add_bfloat16(total, own + 2 * begin, end - begin, weights[rank]);
           continue;
         }
         w = start;
         do {
           more = next_piece(&w, begin, end, &from, &to, &group);
           if (more)
-            add_e4m3(out + from, own + from, to - from, units[group] >= TINY ? units[group] : 0.0f,
-                     weights[rank]);
+            add_e4m3(total + from - begin, own + from, to - from,
+                     units[group] >= TINY ? units[group] : 0.0f, weights[rank]);
         } while (more == 1);
       }
+      end_chunk(total, out, begin, end);
     }
+    written_past();
   }
 }
-
-#define NEAR (1 << 16) /* elements of which signs are read again soon after the means */
 
 /* The means of the groups that begin in [begin, end). room [2 * half] */
 static void sign_means(const band *bands, int64_t count, const float *x, int64_t begin, int64_t end,
                        float *room, int64_t half, float *above, float *below) {
+  int64_t at, length, group, negative;
   walk w = walk_from(bands, count, begin);
-  for (; w.at < count; w.row = 0, w.at++) {
-    const band *b = bands + w.at;
-    if (w.row < b->rows && b->start + w.row * b->length < begin) w.row++, w.group++;
-    for (; w.row < b->rows; w.row++, w.group++) {
-      int64_t at = b->start + w.row * b->length, negative, folded;
-      if (at >= end) return;
-      folded = split(x + at, b->length, room, room + half, &negative);
-      fold(room, folded);
-      fold(room + half, folded);
-      above[w.group] = room[0] / (float)(b->length - negative > 1 ? b->length - negative : 1);
-      below[w.group] = room[half] / (float)(negative > 1 ? negative : 1);
-    }
+  while (next_group(&w, begin, end, &at, &length, &group)) {
+    int64_t folded = split(x + at, length, room, room + half, &negative);
+    fold(room, folded);
+    fold(room + half, folded);
+    above[group] = room[0] / (float)(length - negative > 1 ? length - negative : 1);
+    below[group] = room[half] / (float)(negative > 1 ? negative : 1);
   }
 }
 

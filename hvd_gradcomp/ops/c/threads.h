@@ -39,4 +39,32 @@ static int64_t border(int64_t n, int64_t grain, int t, int pieces) {
   return at < n ? at : n;
 }
 
+#define MUCH (1 << 20) /* bytes that are not in a cache any more when they are needed next */
+
+#ifdef __x86_64__
+#include <emmintrin.h>
+
+/* Copies past the caches: a store reads the line that it writes to first otherwise.
+ *
+ * Before other threads read it, `written_past`.
+ */
+static inline void write_past(void *to, const void *from, int64_t bytes) {
+  char *out = to;
+  const char *in = from;
+  int64_t head = -(intptr_t)to & 15, done = head < bytes ? head : bytes;
+  memcpy(out, in, (size_t)done);
+  for (; done + 16 <= bytes; done += 16)
+    _mm_stream_si128((__m128i *)(out + done), _mm_loadu_si128((const __m128i *)(in + done)));
+  memcpy(out + done, in + done, (size_t)(bytes - done));
+}
+
+static inline void written_past(void) { _mm_sfence(); }
+#else
+static inline void write_past(void *to, const void *from, int64_t bytes) {
+  memcpy(to, from, (size_t)bytes);
+}
+
+static inline void written_past(void) {}
+#endif
+
 #endif

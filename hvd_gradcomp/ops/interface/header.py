@@ -78,9 +78,19 @@ class Headers(BitPacking, Matrices, HostControl):
 
         The words are the values below 2**32, and a last word: 0 if `finite`, else 1.
         """
-        poisoned = int(not finite) if isinstance(finite, bool) else 1 - self.cast(finite, "int64")
         body = self.concat(parts) if len(parts) > 1 else parts[0]
-        return self.framed(self.words((*values, poisoned)), body)
+        return self.framed(self.head_words(values, finite), body)
+
+    def frames(
+        self, values: Sequence[Any], finite: Any, bodies: Sequence[Sequence[Tensor]]
+    ) -> Tensor:
+        """Build frames of equal words around bodies of one length, in as many parts each."""
+        return self.stack([self.frame(values, finite, parts) for parts in bodies])
+
+    def head_words(self, values: Sequence[Any], finite: Any) -> Tensor:
+        """Return the words of a frame."""
+        poisoned = int(not finite) if isinstance(finite, bool) else 1 - self.cast(finite, "int64")
+        return self.words((*values, poisoned))
 
     def framed(self, words: Tensor, body: Tensor) -> Tensor:
         """Build a frame from int64 words and a body."""

@@ -16,6 +16,7 @@ from hvd_gradcomp.ops.tensors import Tensor
 
 TINY = 2.0**-100  # a group with a smaller scale counts as zero: its inverse would overflow
 FACTOR = 0x45D9F3B
+LARGEST_E4M3 = 448.0
 
 
 class Quantization(BitPacking):
@@ -170,6 +171,31 @@ class Quantization(BitPacking):
             code = self.where(magnitude < 121 << 23, low, code)
         return self._code_bytes(code + sign * (1 << bits - 1), bits)
 
+    def encode_bfloat16(self, x: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return `encode_floats` for bfloat16, and the largest |x|, float32 [1]."""
+        codes = self.encode_floats(RowGroups(()), x, None, 16, key)
+        return codes, self.peaks(self.reshape(x, (1, -1)))
+
+    def encode_peaks(
+        self, row_groups: RowGroups, x: Tensor, bits: int, key: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return `group_maxima`, and `encode_levels` with these as scales."""
+        scale = self.group_maxima(row_groups, x)
+        return scale, self.encode_levels(row_groups, x, scale, bits, key)
+
+    def encode_e4m3(
+        self, row_groups: RowGroups, x: Tensor, power_of_two: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return units of which each group's largest |x| is 448, and `encode_floats` with these.
+
+        With `power_of_two` units are rounded up to one.
+        """
+        unit = self.group_maxima(row_groups, x) * (1.0 / LARGEST_E4M3)
+        if power_of_two:
+            exponent, _ = self.split_bits(self.float_bits(unit) + (1 << 23) - 1, 23)
+            unit = self.bits_float(exponent * (1 << 23))
+        return unit, self.encode_floats(row_groups, x, unit, 8, None)
+
     def add_floats(
         self,
         row_groups: RowGroups,
@@ -274,6 +300,51 @@ class Quantization(BitPacking):
             value = self._fill(row_groups, total.shape[0], values, "float32")
             total = self.accumulate(total, self.scale(value, weights[rank]))
         return total
+
+    def encode_bins(
+        self, rows: Tensor, real: Tensor | None, counts: Tensor, bits: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the bin of each value of a row, and the mean of what is in each bin.
+
+        With mean mu and standard deviation s of the row, `2**bits` bins of equal width divide
+        mu - 3 s to mu + 3 s; what lies beyond counts to the outermost bins.
+
+        Args:
+            rows: float32 [groups, length], zero where there is no value.
+            real: int64 [groups, length], 0 where there is no value; None: values come first.
+            counts: number of values in each row, at least 1; float32 [groups, 1].
+            bits: of a code.
+
+        Returns:
+            Codes, int64 [groups, length]; and means, float32 [groups, 2**bits].
+        """
+        first = self.arange(rows.shape[-1]) < self.cast(counts, "int64")
+        mask = first if real is None else real > 0
+        bins = 1 << bits
+        mean = self._sums(rows) / counts
+        apart = self.where(mask, rows - mean, 0.0)
+        variance = self.cast(self._sums(apart * apart) / counts, "float64")
+        deviation = self.cast(self.sqrt(variance), "float32")
+        per_unit = self._inverse(deviation, 1.0) * (bins / 6.0)
+        height = apart * per_unit + bins / 2.0
+        codes = self.cast(self.minimum(self.maximum(height, 0.0), bins - 1.0), "int64")
+        means = []
+        for code in range(bins):
+            inside = (codes == code) & mask
+            total = self._sums(self.where(inside, rows, 0.0))
+            number = self.maximum(self.sum(self.cast(inside, "int64"), -1), 1)
+            means.append(total / self.reshape(self.cast(number, "float32"), (-1, 1)))
+        return codes, self.concat(means)
+
+    def decode_bins(self, codes: Tensor, means: Tensor) -> Tensor:
+        """Invert `encode_bins`; float32 [groups, length]."""
+        groups, bins = means.shape
+        first = self.reshape(self.arange(groups) * bins, (-1, 1))
+        places = self.reshape(codes + first, (-1,))
+        return self.reshape(self.gather(self.reshape(means, (-1,)), places), codes.shape)
+
+    def _sums(self, rows: Tensor) -> Tensor:
+        return self.reshape(self.sum_of_rows(rows), (-1, 1))
 
     def _packed(self, codes: Tensor, bits: int) -> Tensor:
         return self.to_bytes(self.pack(codes, bits), "uint32")

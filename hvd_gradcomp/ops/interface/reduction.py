@@ -128,16 +128,66 @@ class Reduction(Creation, Elementwise, Indexing):
             above = beyond
         return self.stack([*counts, above])
 
-    def largest_of_rows(self, x: Tensor, k: int) -> Tensor:
-        """Return where each row's k largest |x| are, of equal ones the first; int64 [rows, k].
+    def largest_of_rows(self, x: Tensor, length: int, k: int) -> tuple[Tensor, Tensor]:
+        """Return where each row's k largest |x| are, of equal ones the first, and x there.
 
-        Indices ascend. x is float32 [rows, n], with rows * n below 2**31.
+        Args:
+            x: float32 [size], rows of `length` one after another; zeros fill up the last.
+            length: of a row.
+            k: at most `length`; rows * k is below 2**31.
+
+        Returns:
+            Places in a row, ascending, int64 [rows, k]; and values, float32 [rows, k].
         """
-        rows, n = x.shape
-        first = self.reshape(self.arange(rows), (-1, 1)) * n
-        index = n - 1 - self.top_of_rows(self.row_keys(x), k) % n
+        size = x.shape[0]
+        rows = -(-size // length)
+        missing = rows * length - size
+        padded = self.concat((x, self.zeros((missing,)))) if missing else x
+        x = self.reshape(padded, (rows, length))
+        first = self.reshape(self.arange(rows), (-1, 1)) * length
+        index = length - 1 - self.top_of_rows(self.row_keys(x), k) % length
         ascending = self.sort(self.reshape(index + first, (-1,)))
-        return self.reshape(ascending, (rows, k)) - first
+        index = self.reshape(ascending, (rows, k)) - first
+        return index, self.gather_rows(x, index)
+
+    def accumulate_largest(
+        self, x: Tensor, factor: float, y: Tensor, length: int, k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `factor * x + y`, and its `largest_of_rows`. Donating for x."""
+        x = self.accumulate(self.scale(x, factor), y)
+        return x, *self.largest_of_rows(x, length, k)
+
+    def add_in_rows(
+        self,
+        base: Tensor | None,
+        room: Tensor,
+        length: int,
+        index: Sequence[Tensor],
+        values: Sequence[Tensor],
+        weights: Tensor,
+    ) -> Tensor:
+        """Return `base + sum over ranks of weight * values` at their places in rows.
+
+        What lies beyond its row, or not before the last element, is left out; that becomes 0.
+
+        Args:
+            base: float32 [size], rows of `length` one after another; None for zeros.
+            room: where the result may be written; may be `base`. Donating.
+            length: of a row; the last may be shorter.
+            index: of each rank, places in a row, int64 [rows, k]; unique.
+            values: of each rank, float32 [rows, k].
+            weights: float32 [world].
+        """
+        total = self.clear(room) if base is None else self.overwrite(room, base)
+        sink = total.shape[0] - 1
+        for rank, (own, added) in enumerate(zip(index, values)):
+            first = self.reshape(self.arange(own.shape[0]) * length, (-1, 1))
+            place = own + first
+            inside = self.reshape((own < length) & (place < sink), (-1,))
+            place = self.where(inside, self.reshape(place, (-1,)), sink)
+            added = self.where(inside, self.reshape(added * weights[rank], (-1,)), 0.0)
+            total = self.add_at(total, place, added)
+        return self.clear_last(total)
 
     def row_keys(self, x: Tensor) -> Tensor:
         """Return unique numbers that sort a row by |x|, and equal ones from the last; int64."""

@@ -15,12 +15,27 @@ from hvd_gradcomp.ops.tensorflow.base import Base
 class Headers(Base):
     """Ops for frames around payloads, and for checks of their content."""
 
+    def frame(self, values: Sequence[Any], finite: Any, parts: Sequence[Tensor]) -> Tensor:
+        if self.native is None:
+            return super().frame(values, finite, parts)
+        words = self.head_words(values, finite)
+        outputs = [(tf.uint8, (_size(words, parts),))]
+        return self.native("frame", (words, *parts), outputs, (0,))[0]
+
+    def frames(
+        self, values: Sequence[Any], finite: Any, bodies: Sequence[Sequence[Tensor]]
+    ) -> Tensor:
+        if self.native is None:
+            return super().frames(values, finite, bodies)
+        words, parts = self.head_words(values, finite), [part for body in bodies for part in body]
+        outputs = [(tf.uint8, (len(bodies), _size(words, bodies[0])))]
+        return self.native("frame", (words, *parts), outputs, (len(bodies),))[0]
+
     def framed(self, words: Tensor, body: Tensor) -> Tensor:
         if self.native is None:
             return super().framed(words, body)
-        known = body.shape[0] is not None and words.shape[0] is not None
-        size = 4 * (words.shape[0] + 1) + body.shape[0] if known else None
-        return self.native("frame", (words, body), [(tf.uint8, (size,))])[0]
+        outputs = [(tf.uint8, (_size(words, [body]),))]
+        return self.native("frame", (words, body), outputs, (0,))[0]
 
     def examine(
         self, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]
@@ -35,3 +50,9 @@ class Headers(Base):
         given = frames, numbers, self.words(expected)
         words, held = self.native("examine", given, outputs, (count,))
         return words, tf.unstack(held, 1 + len(fields))
+
+
+def _size(words: Tensor, parts: Sequence[Tensor]) -> int | None:
+    """Return the bytes of a frame, as far as they are known."""
+    lengths = [x.shape[0] for x in (words, *parts)]
+    return None if None in lengths else 4 * (lengths[0] + 1) + sum(lengths[1:])

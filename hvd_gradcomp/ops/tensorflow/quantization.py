@@ -72,6 +72,34 @@ class Quantization(Base):
         given = numbers(row_groups), x, units, [] if key is None else key
         return self.native("encode_floats", given, [(tf.uint8, _packed(x, bits))], (bits,))[0]
 
+    def encode_bfloat16(self, x: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().encode_bfloat16(x, key)
+        outputs = [(tf.uint8, _packed(x, 16)), (tf.float32, (1,))]
+        given = x, [] if key is None else key
+        packed, largest = self.native("encode_bfloat16", given, outputs)
+        return packed, largest
+
+    def encode_peaks(
+        self, row_groups: RowGroups, x: Tensor, bits: int, key: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().encode_peaks(row_groups, x, bits, key)
+        outputs = [(tf.float32, (row_groups.groups,)), (tf.uint8, _packed(x, bits))]
+        given = numbers(row_groups), x, [] if key is None else key
+        scale, packed = self.native("encode_peaks", given, outputs, (bits,))
+        return scale, packed
+
+    def encode_e4m3(
+        self, row_groups: RowGroups, x: Tensor, power_of_two: bool
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().encode_e4m3(row_groups, x, power_of_two)
+        outputs = [(tf.float32, (row_groups.groups,)), (tf.uint8, _packed(x, 8))]
+        given = numbers(row_groups), x
+        unit, codes = self.native("encode_e4m3", given, outputs, (int(power_of_two),))
+        return unit, codes
+
     def add_floats(
         self,
         row_groups: RowGroups,
@@ -112,6 +140,21 @@ class Quantization(Base):
         start = room if base is None else base
         given = numbers(row_groups), start, packed, above, below, weights
         return self.native("add_signs", given, [(tf.float32, start.shape)], (base is None,))[0]
+
+    def encode_bins(
+        self, rows: Tensor, real: Tensor | None, counts: Tensor, bits: int
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().encode_bins(rows, real, counts, bits)
+        outputs = [(tf.int64, rows.shape), (tf.float32, (rows.shape[0], 1 << bits))]
+        given = rows, [] if real is None else real, counts
+        codes, means = self.native("encode_bins", given, outputs, (bits,))
+        return codes, means
+
+    def decode_bins(self, codes: Tensor, means: Tensor) -> Tensor:
+        if self.native is None:
+            return super().decode_bins(codes, means)
+        return self.native("decode_bins", (codes, means), [(tf.float32, codes.shape)])[0]
 
 
 def _packed(x: Tensor, bits: int) -> tuple[int | None]:

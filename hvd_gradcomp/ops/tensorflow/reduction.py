@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -38,6 +39,39 @@ class Reduction(Base):
     def top_of_rows(self, x: Tensor, k: int) -> Tensor:
         return tf.math.top_k(x, k, sorted=False).values
 
+    def largest_of_rows(self, x: Tensor, length: int, k: int) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().largest_of_rows(x, length, k)
+        index, values = self.native("largest_of_rows", (x,), _largest(x, length, k), (length, k))
+        return index, values
+
+    def accumulate_largest(
+        self, x: Tensor, factor: float, y: Tensor, length: int, k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.native is None:
+            return super().accumulate_largest(x, factor, y, length, k)
+        outputs = [(tf.float32, x.shape), *_largest(x, length, k)]
+        total, index, values = self.native(
+            "accumulate_largest", (x, y), outputs, (length, k), (factor,)
+        )
+        return total, index, values
+
+    def add_in_rows(
+        self,
+        base: Tensor | None,
+        room: Tensor,
+        length: int,
+        index: Sequence[Tensor],
+        values: Sequence[Tensor],
+        weights: Tensor,
+    ) -> Tensor:
+        if self.native is None:
+            return super().add_in_rows(base, room, length, index, values, weights)
+        start = room if base is None else base
+        given = start, weights, *(x for pair in zip(index, values) for x in pair)
+        outputs = [(tf.float32, start.shape)]
+        return self.native("add_in_rows", given, outputs, (length, base is None))[0]
+
     def finite(self, x: Tensor) -> Any:
         if self.native is not None and x.dtype == tf.float32:
             finite = self.native("finite", (x,), [(tf.bool, ())])[0]
@@ -62,3 +96,9 @@ class Reduction(Base):
         ]
         outputs = [(tf.int64, (bins, len(layout.sizes)))]
         return self.native("layer_histograms", (row_groups, x), outputs, (bins,))[0]
+
+
+def _largest(x: Tensor, length: int, k: int) -> list[tuple[Any, Sequence[Any]]]:
+    """Return dtypes and shapes of what is chosen of rows."""
+    rows = None if x.shape[0] is None else -(-x.shape[0] // length)
+    return [(tf.int64, (rows, k)), (tf.float32, (rows, k))]

@@ -134,10 +134,28 @@ class Base(Ops):
 
     # -- memory --------------------------------------------------------------------------------
 
-    def body(self, size: int) -> Tensor:
-        """Return memory for a body, with room in front for its header if that comes next."""
-        self._headless = self._empty(HEAD + size, dtype=torch.uint8)
-        return self._headless[HEAD:]
+    def body(self, size: int, front: int = 0) -> Tensor:
+        """Return memory for a body, with room in front for its frame if that comes next.
+
+        Args:
+            size: of the body, or of its last part.
+            front: bytes of the parts before that, whole words, at most.
+        """
+        self._headless = self._empty(HEAD + front + size, dtype=torch.uint8)
+        return self._headless[HEAD + front :]
+
+    def before(self, last: Tensor, size: int) -> Tensor | None:
+        """Return the newest `body` with `size` bytes in front, if there are; else None.
+
+        Args:
+            last: what must be that body.
+            size: whole words.
+        """
+        room, self._headless = self._headless, None
+        if room is None or size > len(room) - len(last):
+            return None
+        start = len(room) - len(last)
+        return room[start - size :] if room[start:].data_ptr() == last.data_ptr() else None
 
     def from_host(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """Copy numbers from the host, by pinned memory: a copy from other memory would wait."""

@@ -11,7 +11,7 @@ import torch
 
 from hvd_gradcomp.ops import PayloadError, Tensor
 from hvd_gradcomp.ops.interface.header import BEYOND, Admitted, Field, ReductionSpec
-from hvd_gradcomp.ops.torch.base import HEAD, Base, walked
+from hvd_gradcomp.ops.torch.base import Base, walked
 from hvd_gradcomp.ops.torch.kernels import walkable
 
 
@@ -21,14 +21,26 @@ class Headers(Base):
     def frame(self, values: Sequence[Any], finite: Any, parts: Sequence[Tensor]) -> Tensor:
         if self.kernels is not None:
             return self.kernels.frame(values, finite, parts)
-        known = not any(isinstance(x, torch.Tensor) for x in (*values, finite))
-        if self.native is None or not known:
+        if self.native is None or not _known(values, finite):
             return super().frame(values, finite, parts)
-        body = self.concat(parts) if len(parts) > 1 else parts[0].contiguous()
         words = array("q", (*values, not finite))
-        size = 4 * (len(words) + 1)
-        whole = self.headed(self._empty(size, dtype=torch.uint8), body)
-        self.native("frame", (words, whole[size:]), (whole,))
+        front = 4 * (len(words) + 1) + sum(map(len, parts[:-1]))
+        whole = self.before(parts[-1], front)
+        if whole is None:
+            whole = self._empty(front + len(parts[-1]), dtype=torch.uint8)
+        self.native("frame", (words, *(part.contiguous() for part in parts)), (whole,), (0,))
+        return whole
+
+    def frames(
+        self, values: Sequence[Any], finite: Any, bodies: Sequence[Sequence[Tensor]]
+    ) -> Tensor:
+        if self.native is None or not _known(values, finite):
+            return super().frames(values, finite, bodies)
+        words = array("q", (*values, not finite))
+        size = 4 * (len(words) + 1) + sum(map(len, bodies[0]))
+        whole = self._empty(len(bodies), size, dtype=torch.uint8)
+        parts = [part.contiguous() for body in bodies for part in body]
+        self.native("frame", (words, *parts), (whole,), (len(bodies),))
         return whole
 
     def examine(
@@ -46,10 +58,9 @@ class Headers(Base):
         return words, list(held)
 
     def headed(self, head: Tensor, body: Tensor) -> Tensor:
-        room, self._headless = self._headless, None
-        if room is None or room[HEAD:].data_ptr() != body.data_ptr() or len(head) > HEAD:
+        whole = self.before(body, len(head))
+        if whole is None:
             return super().headed(head, body)
-        whole = room[HEAD - len(head) : HEAD + len(body)]
         whole[: len(head)] = head
         return whole
 
@@ -97,6 +108,11 @@ class Headers(Base):
         if self.kernels is None:
             return super().sound_with(gradient, moment)
         return self.kernels.sound(gradient, "squares", moment), gradient, moment
+
+
+def _known(values: Sequence[Any], finite: Any) -> bool:
+    """Return True if none of the words of a frame is a tensor."""
+    return not any(isinstance(x, torch.Tensor) for x in (*values, finite))
 
 
 @lru_cache(maxsize=4)

@@ -14,6 +14,8 @@ from hvd_gradcomp.ops.torch.base import Base
 from hvd_gradcomp.ops.torch.kernels import walkable
 
 _NEAREST = array("q")  # the key of no random numbers
+_MORE = 64  # bytes: values of groups of another shard, whose part has that size
+_ALL = array("q")  # flags, where values come first
 
 
 class Quantization(Base):
@@ -21,10 +23,11 @@ class Quantization(Base):
 
     def key(self, step: Any, salt: int) -> Any:
         """Return the key of a step; with kernels two integers, since the device needs no tensor."""
-        if self.kernels is None:
+        if self.kernels is None and not self.on_host:
             return super().key(step, salt)
         first = _mix(_mix(step % (1 << 32)) ^ salt)
-        return first, _mix(first ^ 0x9E3779B9)
+        both = first, _mix(first ^ 0x9E3779B9)
+        return self.words(both) if self.kernels is None else both
 
     def uniform(self, key: Any, count: Any) -> Tensor:
         return super().uniform(self.words(key) if isinstance(key, tuple) else key, count)
@@ -72,7 +75,7 @@ class Quantization(Base):
         if self.native is None:
             return super().encode_levels(row_groups, x, scale, bits, key)
         x, scale = x.contiguous(), scale.contiguous()
-        packed = self._empty(x.shape[0] * bits // 8, dtype=torch.uint8)
+        packed = self.body(x.shape[0] * bits // 8, 4 * len(scale) + _MORE)
         given = self._of(row_groups), x, scale, _NEAREST if key is None else key
         self.native("encode_levels", given, (packed,), (bits,))
         return packed
@@ -104,10 +107,40 @@ class Quantization(Base):
         if self.native is None:
             return super().encode_floats(row_groups, x, unit, bits, key)
         x, units = x.contiguous(), self._empty(0) if unit is None else unit.contiguous()
-        packed = self._empty(x.shape[0] * bits // 8, dtype=torch.uint8)
+        packed = self.body(x.shape[0] * bits // 8, 4 * len(units) + _MORE)
         given = self._of(row_groups), x, units, _NEAREST if key is None else key
         self.native("encode_floats", given, (packed,), (bits,))
         return packed
+
+    def encode_bfloat16(self, x: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().encode_bfloat16(x, key)
+        packed, largest = self.body(2 * x.shape[0]), self._empty(1)
+        given = x.contiguous(), _NEAREST if key is None else key
+        self.native("encode_bfloat16", given, (packed, largest))
+        return packed, largest
+
+    def encode_peaks(
+        self, row_groups: RowGroups, x: Tensor, bits: int, key: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().encode_peaks(row_groups, x, bits, key)
+        scale = self._empty(row_groups.groups)
+        packed = self.body(x.shape[0] * bits // 8, 4 * len(scale) + _MORE)
+        given = self._of(row_groups), x.contiguous(), _NEAREST if key is None else key
+        self.native("encode_peaks", given, (scale, packed), (bits,))
+        return scale, packed
+
+    def encode_e4m3(
+        self, row_groups: RowGroups, x: Tensor, power_of_two: bool
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().encode_e4m3(row_groups, x, power_of_two)
+        unit = self._empty(row_groups.groups)
+        codes = self.body(x.shape[0], 4 * len(unit) + _MORE)
+        given = self._of(row_groups), x.contiguous()
+        self.native("encode_e4m3", given, (unit, codes), (power_of_two,))
+        return unit, codes
 
     def add_floats(
         self,
@@ -160,6 +193,25 @@ class Quantization(Base):
         given = self._of(row_groups), start, packed, above, below, weights.contiguous()
         self.native("add_signs", given, (room,), (base is None,))
         return room
+
+    def encode_bins(
+        self, rows: Tensor, real: Tensor | None, counts: Tensor, bits: int
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().encode_bins(rows, real, counts, bits)
+        codes = self._empty(rows.shape, dtype=torch.int64)
+        means = self._empty(rows.shape[0], 1 << bits)
+        flags = _ALL if real is None else real.contiguous()
+        given = rows.contiguous(), flags, counts.contiguous()
+        self.native("encode_bins", given, (codes, means), (bits,))
+        return codes, means
+
+    def decode_bins(self, codes: Tensor, means: Tensor) -> Tensor:
+        if self.native is None:
+            return super().decode_bins(codes, means)
+        values = self._empty(codes.shape)
+        self.native("decode_bins", (codes.contiguous(), means.contiguous()), (values,))
+        return values
 
     def _of(self, row_groups: RowGroups) -> array[int]:
         """Return the bands as C takes them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,6 +82,43 @@ class Reduction(Base):
         row_groups = array("q", pieces)
         self.native("layer_histograms", (row_groups, x), (counts,), (bins,))
         return counts
+
+    def largest_of_rows(self, x: Tensor, length: int, k: int) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().largest_of_rows(x, length, k)
+        rows = -(-x.shape[0] // length)
+        index, values = self._empty(rows, k, dtype=torch.int64), self._empty(rows, k)
+        self.native("largest_of_rows", (x.contiguous(),), (index, values), (length, k))
+        return index, values
+
+    def accumulate_largest(
+        self, x: Tensor, factor: float, y: Tensor, length: int, k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.native is None:
+            return super().accumulate_largest(x, factor, y, length, k)
+        room, rows = self.room(x), -(-x.shape[0] // length)
+        index, values = self._empty(rows, k, dtype=torch.int64), self._empty(rows, k)
+        given, found = (x.contiguous(), y.contiguous()), (room, index, values)
+        self.native("accumulate_largest", given, found, (length, k), (factor,))
+        return found
+
+    def add_in_rows(
+        self,
+        base: Tensor | None,
+        room: Tensor,
+        length: int,
+        index: Sequence[Tensor],
+        values: Sequence[Tensor],
+        weights: Tensor,
+    ) -> Tensor:
+        if self.native is None:
+            return super().add_in_rows(base, room, length, index, values, weights)
+        room = self.room(room)
+        start = room if base is None else base.contiguous()
+        ranks = [x.contiguous() for pair in zip(index, values) for x in pair]
+        given = start, weights.contiguous(), *ranks
+        self.native("add_in_rows", given, (room,), (length, base is None))
+        return room
 
     def peaks(self, x: Tensor) -> Tensor:
         if self.native is None:

@@ -1,0 +1,144 @@
+"""C kernels of rows, and of bins, give the bits of the plain ops, on both frameworks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_gradcomp.ops import PayloadError
+from hvd_gradcomp.ops.torch import TorchOps
+from tests.kernels import NATIVE, threads
+from tests.single.test_narrow_kernels import Both, frameworks, noise, same
+
+PLAIN = TorchOps(static=True)
+FEW = settings(max_examples=25, deadline=None)
+
+
+@st.composite
+def vectors(draw):
+    """Noise, few numbers that are often equal, or both; of any length."""
+    size = draw(st.integers(1, 700) | st.sampled_from((4096, 4097, 12_345)))
+    x = noise(size, draw(st.integers(0, 99)))[:size].clone()
+    coarse = draw(st.sampled_from((None, 1.0, 0.25)))
+    if coarse is not None:
+        start = draw(st.integers(0, size))
+        x[start:] = torch.round(x[start:].clamp(-2, 2) / coarse) * coarse
+    return x * draw(st.sampled_from((1.0, 1e-30, 1e30)))
+
+
+@pytest.mark.parametrize("framework", frameworks())
+@given(x=vectors(), data=st.data())
+@FEW
+def test_the_largest_of_rows(framework, x, data):
+    both = Both(framework)
+    length = data.draw(st.integers(1, 900) | st.sampled_from((32, 64, 4096)))
+    k = data.draw(st.integers(1, length) | st.just(min(length, 64)))
+    with threads(data.draw(st.sampled_from((1, 2)))):
+        ours = both("largest_of_rows", x, length, k)
+    assert all(map(same, ours, PLAIN.largest_of_rows(x, length, k)))
+
+
+@NATIVE
+def test_the_largest_of_rows_of_what_is_not_finite():
+    x = torch.zeros(64)
+    x[[3, 40, 41]] = torch.tensor([float("inf"), float("nan"), -float("inf")])
+    x[50:52] = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)
+    for k in range(1, 9):
+        assert all(map(same, TorchOps().largest_of_rows(x, 64, k), PLAIN.largest_of_rows(x, 64, k)))
+
+
+@pytest.mark.parametrize("framework", frameworks())
+@given(x=vectors(), seed=st.integers(0, 99), data=st.data())
+@FEW
+def test_accumulation_and_the_largest(framework, x, seed, data):
+    both, y = Both(framework), noise(x.shape[0], seed)[: x.shape[0]].clone()
+    length, factor = data.draw(st.sampled_from((1, 32, 100, 4096))), data.draw(st.floats(0.1, 1.0))
+    arguments = x, factor, y, length, data.draw(st.integers(1, min(length, 40)))
+    with threads(data.draw(st.sampled_from((1, 2)))):
+        ours = both("accumulate_largest", *arguments)
+    assert all(map(same, ours, PLAIN.accumulate_largest(x.clone(), *arguments[1:])))
+
+
+@pytest.mark.parametrize("framework", frameworks())
+@given(x=vectors(), data=st.data())
+@FEW
+def test_addition_in_rows(framework, x, data):
+    """Places beyond the row, the last element and the end of the vector are left out."""
+    both, size = Both(framework), x.shape[0]
+    length = data.draw(st.sampled_from((1, 7, 32, 512, 4096)))
+    rows, k = -(-size // length), data.draw(st.integers(0, min(length, 40)))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    index, values = [], []
+    for _ in range(data.draw(st.integers(1, 3))):
+        chosen = torch.rand((rows, length + 2), generator=generator).topk(k).indices
+        index.append(chosen)
+        values.append(torch.randn((rows, k), generator=generator))
+    weights = torch.rand(len(index), generator=generator) - 0.5
+    base = data.draw(st.sampled_from((None, x)))
+    with threads(data.draw(st.sampled_from((1, 2)))):
+        ours = both("add_in_rows", base, torch.full_like(x, 7.0), length, index, values, weights)
+    room = torch.full_like(x, 7.0)
+    assert same(ours, PLAIN.add_in_rows(base, room, length, index, values, weights))
+
+
+@pytest.mark.parametrize("framework", frameworks())
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 300)),
+    bits=st.sampled_from((1, 2, 4, 8)),
+    seed=st.integers(0, 99),
+    data=st.data(),
+)
+@FEW
+def test_bins(framework, shape, bits, seed, data):
+    both, (groups, length) = Both(framework), shape
+    size = groups * length
+    x = noise(size, seed)[:size].view(shape) * data.draw(st.sampled_from((1.0, 0.0, 1e-12)))
+    generator = torch.Generator().manual_seed(seed)
+    if data.draw(st.booleans()):
+        real = torch.randint(0, 2, shape, generator=generator)
+        counts = real.sum(-1, keepdim=True).clamp(min=1)
+        x = torch.where(real > 0, x, 0.0)
+    else:
+        real, counts = None, torch.randint(1, length + 1, (groups, 1), generator=generator)
+        x = torch.where(torch.arange(length) < counts, x, 0.0)
+    arguments = x, real, counts.to(torch.float32), bits
+    with threads(data.draw(st.sampled_from((1, 2)))):
+        codes, means = both("encode_bins", *arguments)
+    expected = PLAIN.encode_bins(*arguments)
+    assert torch.equal(codes, expected[0]) and same(means, expected[1])
+    assert same(both("decode_bins", codes, means), PLAIN.decode_bins(*expected))
+
+
+@NATIVE
+def test_nothing_is_read_or_written_beyond_what_is_there():
+    ops, x, one = TorchOps(), torch.ones(100), torch.ones(1)
+    for length, k in ((0, 1), (8, 0), (8, 9), (1 << 31, 1)):
+        with pytest.raises((ValueError, ZeroDivisionError, RuntimeError, MemoryError)):
+            ops.native("largest_of_rows", (x,), (torch.empty(13, 8).long(), x), (length, k))
+    with pytest.raises(ValueError, match="accumulate_largest"):
+        ops.accumulate_largest(x, 0.5, torch.ones(99), 8, 2)
+    index, values = torch.zeros((13, 2), dtype=torch.int64), torch.ones((13, 2))
+    for wrong in (
+        ([index[:12]], [values[:12]], one),
+        ([index], [values[:, :1]], one),
+        ([index], [values], torch.ones(2)),
+        ([index, index[:, :1]], [values, values[:, :1]], torch.ones(2)),
+    ):
+        with pytest.raises(ValueError, match="add_in_rows"):
+            ops.add_in_rows(None, x.clone(), 8, *wrong)
+    with pytest.raises(PayloadError):
+        ops.add_in_rows(None, x.clone(), 8, [index - 1], [values], one)
+    for places in (index + (1 << 62), index + 8):
+        assert not ops.add_in_rows(None, x.clone(), 8, [places], [values], one).any()
+    with pytest.raises(ValueError, match="encode_bins"):
+        ops.encode_bins(torch.ones(2, 8), None, torch.ones(1, 1), 2)
+    with pytest.raises(ValueError, match="encode_bins"):
+        ops.encode_bins(torch.ones(2, 8), index[:2], torch.ones(2, 1), 2)
+    with pytest.raises(PayloadError):
+        ops.decode_bins(torch.full((1, 8), 4), torch.ones(1, 4))
+    with pytest.raises(PayloadError):
+        ops.decode_bins(torch.full((1, 8), -1), torch.ones(1, 4))
+    with pytest.raises(ValueError, match="decode_bins"):
+        ops.decode_bins(torch.zeros((2, 8), dtype=torch.int64), torch.ones(1, 4))
