@@ -52,6 +52,8 @@ export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export OMPI_MCA_rmaps_base_oversubscribe ?= 1
 export OMP_NUM_THREADS ?= 1
+# Containers set it to stay small; here each of some hundred processes would compile this package.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup check test sweep test-older triton traffic asan compat demo bench papers gpu bench-loopback \
 	bench-steps hosts hosts-possible soak chaos images test-image image-gpu \

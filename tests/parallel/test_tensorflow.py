@@ -86,7 +86,7 @@ def test_like_stock_horovod_and_bad_input(tmp_path):
         "gradcomp.0.bucket0.Variable.1-and-1.allgather.0",
         "gradcomp.3.bucket0.Variable.1-and-1.allreduce.0",
         "gradcomp.4.sparse0.Variable.indices",
-        "gradcomp.11.bucket0.head.bias-and-1.allgather.0",
+        "gradcomp.6.bucket0.head.bias-and-1.allgather.0",
     } <= on_timeline(tmp_path / "timeline.json")
 
 

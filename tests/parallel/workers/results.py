@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,22 @@ def noted(folder: str, rank: int) -> Iterator[None]:
     except Exception as error:
         write(folder, rank, [type(error).__name__, str(error)])
         raise
+
+
+@contextmanager
+def on_timeline(hvd: Any, folder: str, **options: Any) -> Iterator[None]:
+    """Runs Horovod with a timeline, and starts it anew without one: its writer never sleeps.
+
+    It takes what is left of a core, as long as Horovod runs. MPI starts once in a process: what is
+    started here Horovod does not end.
+    """
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        import_module("mpi4py.MPI")
+    os.environ["HOROVOD_TIMELINE"] = str(Path(folder, "timeline.json"))
+    hvd.init(**options)
+    yield
+    hvd.shutdown()
+    del os.environ["HOROVOD_TIMELINE"]
 
 
 def digest(arrays: Iterable[Any]) -> str:

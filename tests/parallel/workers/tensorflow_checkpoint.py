@@ -90,16 +90,18 @@ def by_checkpoint(model, compressor, path):
     return model
 
 
-def moved_by(save_and_load, compressor, folder):
-    """Digests without a stop and with one."""
+def moved(ways, compressor, folder):
+    """Digests without a stop, and with one by each way to save, of one training."""
     whole = build(compressor, dropout=0.0)
     train(whole, 0, 4)
     train(whole, 4, 8)
     before = train(build(compressor, dropout=0.0), 0, 4)
-    path = Path(folder, f"{save_and_load.__name__}-{hvd.rank()}")
-    model = save_and_load(before, compressor, path)
-    train(model, 4, 8)
-    return [everything(whole), everything(model)]
+    found = {}
+    for save_and_load in ways:
+        path = Path(folder, f"{save_and_load.__name__}-{hvd.rank()}")
+        model = train(save_and_load(before, compressor, path), 4, 8)
+        found[save_and_load.__name__] = [everything(whole), everything(model)]
+    return found
 
 
 def with_tapes(compressor, folder):
@@ -152,7 +154,7 @@ def mass(model):
     return hvd.allreduce(tf.concat(flat, 0), op=hvd.Sum).numpy().tolist()
 
 
-def moved(folder, steps):
+def on_other_ranks(folder, steps):
     """Resumes what another number of ranks has saved, if any has; trains; saves."""
     result = {}
     for place, compressor in enumerate((VarianceCompressor(), DGCCompressor(0.1), GRADIVEQ)):
@@ -236,7 +238,7 @@ def main(folder: str, what: str, steps: str) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     here = Path(folder)
     if what == "moved":
-        result = moved(here.parent / "checkpoints", int(steps))
+        result = on_other_ranks(here.parent / "checkpoints", int(steps))
     else:
         few = [StromCompressor(tau=0.01), DGCCompressor(0.1), GRADIVEQ]
         methods = [*ONE_OF_EACH, GRADIVEQ] if int(steps) >= 200 else few
@@ -245,7 +247,7 @@ def main(folder: str, what: str, steps: str) -> None:
                 repr(c): stopped(c, int(steps), here / f"stopped-{place}")
                 for place, c in enumerate(methods)
             },
-            **{way.__name__: moved_by(way, few[1], folder) for way in (by_keras, by_checkpoint)},
+            **moved((by_keras, by_checkpoint), few[1], folder),
             "tapes": with_tapes(few[0], folder),
             "refused": refused(folder),
         }

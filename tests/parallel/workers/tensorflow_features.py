@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import tensorflow as tf
 import hvd_gradcomp.tensorflow as hvd
 from hvd_gradcomp.tensorflow.keras import DistributedOptimizer
 from hvd_gradcomp.tensorflow.reducer import living
-from tests.parallel.workers.results import digest, errors_of, finish
+from tests.parallel.workers.results import digest, errors_of, finish, on_timeline
 
 
 def train(module, dtype="float32", graph=True, steps=10, **options):
@@ -424,21 +423,21 @@ def main(folder: str) -> None:
         before_init = "nothing was raised"
     except ValueError as error:
         before_init = str(error)
-    os.environ["HOROVOD_TIMELINE"] = str(Path(folder, "timeline.json"))
-    hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
-    replicas = {
-        "bfloat16": train(hvd, "bfloat16", compression=hvd.StromCompressor(tau=0.01)),
-        "float16": train(hvd, "float16", compression=hvd.StromCompressor(tau=0.01)),
-        "float64": train(hvd, "float64", compression=hvd.StromCompressor(tau=0.01)),
-        "bfloat16, dense": train(hvd, "bfloat16", compression=hvd.NoneCompressor()),
-        "embedding": embedding(False),
-        "embedding as dense": embedding(True),
-        "micro-batches": micro_batches(),
-        "explicit moments": explicit_moments(),
-        "watched": watched(folder),
-        "frozen layer": frozen_layer(),
-    }
+    with on_timeline(hvd, folder):
+        replicas = {
+            "bfloat16": train(hvd, "bfloat16", compression=hvd.StromCompressor(tau=0.01)),
+            "float16": train(hvd, "float16", compression=hvd.StromCompressor(tau=0.01)),
+            "float64": train(hvd, "float64", compression=hvd.StromCompressor(tau=0.01)),
+            "bfloat16, dense": train(hvd, "bfloat16", compression=hvd.NoneCompressor()),
+            "embedding": embedding(False),
+            "embedding as dense": embedding(True),
+            "watched": watched(folder),
+        }
+    hvd.init()
+    replicas["micro-batches"] = micro_batches()
+    replicas["explicit moments"] = explicit_moments()
+    replicas["frozen layer"] = frozen_layer()
     errors = errors_of(
         {
             "groups": lambda: tape(groups=2),

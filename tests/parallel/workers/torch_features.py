@@ -6,7 +6,6 @@ import gc
 import json
 import logging
 import math
-import os
 import sys
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import hvd_gradcomp.torch as hvd
-from tests.parallel.workers.results import digest, finish
+from tests.parallel.workers.results import digest, finish, on_timeline
 
 COMPRESSOR = hvd.HybridCompressor(tau=0.01, alpha=0.5, moments="step")
 
@@ -485,52 +484,61 @@ def watched(folder):
 
 
 def main(folder: str, ranks: str) -> None:
-    os.environ["HOROVOD_TIMELINE"] = str(Path(folder, "timeline.json"))
     subset = hvd.ProcessSet(range(int(ranks) - 1))
-    hvd.init(process_sets=[subset])
     torch.set_num_threads(1)
-    cases = {
-        "no gradient": no_gradient_on_some_ranks,
-        "shared": shared_parameters,
-        "sparse": lambda: sparse_gradients(False),
-        "sparse as dense": lambda: sparse_gradients(True),
-        "counted rows": counted_rows,
-        "counted shots": counted_shots,
-        "float16": lambda: reduced_precision(torch.float16),
-        "bfloat16": lambda: reduced_precision(torch.bfloat16),
-        "float64": lambda: reduced_precision(torch.float64),
-        "memory formats": memory_formats,
-        "gradients of another dtype": gradients_of_another_dtype,
-        "large rows": large_rows,
-        "small gradients": small_gradients,
-        "two names": two_names,
-        "all frozen": all_frozen,
-        "closure": lambda: closure(torch.optim.SGD),
-        "closure, several times": lambda: closure(torch.optim.LBFGS),
-        "line search": line_search,
-        "own arguments": own_arguments,
-        "clipping": clipping,
-        "synchronized twice": synchronized_twice,
-        "micro-batches": lambda: micro_batches("microbatch"),
-        "micro-batches, auto": lambda: micro_batches("auto", batch_size=16),
-        "sum": lambda: operations(op=hvd.Sum),
-        "predivide": lambda: operations(gradient_predivide_factor=4.0),
-        "process set": lambda: operations(process_set=subset),
-        "small buckets": lambda: operations(bucket_bytes=64),
-        "horovod's fp16": lambda: operations(compression=hvd.Compression.fp16),
-        "no compression": lambda: operations(compression=None),
-        "checkpoint": checkpoint,
-        "rank 0's state": rank_zeros_state,
-        "two optimizers": two_optimizers,
-        "made again": made_again,
-        "watched": lambda: watched(folder),
-    }
-    result = {}
-    for name, case in cases.items():
-        print("case:", name, flush=True)  # the last one is what hangs, should one hang
-        model = case()
-        if name != "process set" or subset.included():
-            result[name] = digest(p.detach().double().numpy() for p in model.parameters())
+    result: dict[str, str] = {}
+
+    def run(cases):
+        for name, case in cases.items():
+            print("case:", name, flush=True)  # the last one is what hangs, should one hang
+            model = case()
+            if name != "process set" or subset.included():
+                result[name] = digest(p.detach().double().numpy() for p in model.parameters())
+
+    with on_timeline(hvd, folder):
+        run(
+            {
+                "no gradient": no_gradient_on_some_ranks,
+                "shared": shared_parameters,
+                "sparse": lambda: sparse_gradients(False),
+            }
+        )
+    hvd.init(process_sets=[subset])
+    run(
+        {
+            "sparse as dense": lambda: sparse_gradients(True),
+            "counted rows": counted_rows,
+            "counted shots": counted_shots,
+            "float16": lambda: reduced_precision(torch.float16),
+            "bfloat16": lambda: reduced_precision(torch.bfloat16),
+            "float64": lambda: reduced_precision(torch.float64),
+            "memory formats": memory_formats,
+            "gradients of another dtype": gradients_of_another_dtype,
+            "large rows": large_rows,
+            "small gradients": small_gradients,
+            "two names": two_names,
+            "all frozen": all_frozen,
+            "closure": lambda: closure(torch.optim.SGD),
+            "closure, several times": lambda: closure(torch.optim.LBFGS),
+            "line search": line_search,
+            "own arguments": own_arguments,
+            "clipping": clipping,
+            "synchronized twice": synchronized_twice,
+            "micro-batches": lambda: micro_batches("microbatch"),
+            "micro-batches, auto": lambda: micro_batches("auto", batch_size=16),
+            "sum": lambda: operations(op=hvd.Sum),
+            "predivide": lambda: operations(gradient_predivide_factor=4.0),
+            "process set": lambda: operations(process_set=subset),
+            "small buckets": lambda: operations(bucket_bytes=64),
+            "horovod's fp16": lambda: operations(compression=hvd.Compression.fp16),
+            "no compression": lambda: operations(compression=None),
+            "checkpoint": checkpoint,
+            "rank 0's state": rank_zeros_state,
+            "two optimizers": two_optimizers,
+            "made again": made_again,
+            "watched": lambda: watched(folder),
+        }
+    )
     finish(hvd, folder, result)
 
 
