@@ -133,7 +133,11 @@ class FP8Compressor(_NarrowCompressor):
     max_norm: float | None = None
 
     bits = 8
-    side = telling = ("unit",)
+    side = ("unit",)
+
+    @property
+    def telling(self) -> tuple[str, ...]:  # type: ignore[override]
+        return () if self.power_of_two else self.side  # a NaN is rounded up to zero
 
     def __post_init__(self) -> None:
         validate.whole(self, "block_size", low=32)

@@ -152,8 +152,8 @@ class Base(Ops):
             size: whole words.
         """
         room, self._headless = self._headless, None
-        if room is None or size > len(room) - len(last):
-            return None
+        if room is None or not len(last) or size > len(room) - len(last):
+            return None  # nothing has no address
         start = len(room) - len(last)
         return room[start - size :] if room[start:].data_ptr() == last.data_ptr() else None
 
