@@ -40,4 +40,5 @@ assert tensorflow.library()'
 "$python" -m pytest -q -p no:cacheprovider --capture=sys tests/single/test_threshold_kernels.py \
     tests/single/test_topk_kernels.py tests/single/test_operations.py \
     tests/single/test_quantized.py tests/single/test_layers_stored.py \
-    tests/single/test_chunk_kernels.py tests/single/test_narrow_kernels.py "$@"
+    tests/single/test_chunk_kernels.py tests/single/test_narrow_kernels.py \
+    tests/single/test_index_coding.py "$@"

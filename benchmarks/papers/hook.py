@@ -57,12 +57,12 @@ class PowerSGDHook:
         dist.all_reduce = self._all_reduce
 
     def stats(self) -> CompressionStats:
-        """Return what was sent; every element counts as sent, as of our PowerSGD."""
+        """Return what was sent: elements of the factors, as of our PowerSGD."""
         elements = self._elements * self._steps
         return CompressionStats(
             steps=self._steps,
             elements=elements,
-            elements_sent=elements,
+            elements_sent=self._bytes // 4,
             bytes_dense=4 * elements,
             bytes_sent=self._bytes,
         )

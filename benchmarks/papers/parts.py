@@ -33,6 +33,7 @@ class Row:
         watch: what looks at the gradients, a name of `watching.WATCHES`.
         length: of the training, in lengths of those of the other parts.
         base: the row that it is compared with.
+        hook_rank: of PyTorch's PowerSGD hook, which then takes the compressor's place; 0: none.
     """
 
     key: str
@@ -49,12 +50,14 @@ class Row:
     watch: str = ""
     length: float = 1.0
     base: str = ""
+    hook_rank: int = 0
 
     @property
     def settings(self) -> dict[str, Any]:
         """Return the settings that the result depends on, for JSON."""
         told = {"key", "title", "paper", "base"}
-        told |= {"length"} if self.length == 1 else set()  # rows of before have no length
+        told |= {"length"} if self.length == 1 else set()  # rows of before have neither
+        told |= {"hook_rank"} if self.hook_rank == 0 else set()
         kept = {name: value for name, value in asdict(self).items() if name not in told}
         return {**kept, "phases": [*self.phases]}
 

@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import hvd_gradcomp
 import hvd_gradcomp.torch as hvd
 from benchmarks.moments import GPT
 from benchmarks.papers import data
+from benchmarks.papers.hook import PowerSGDHook
 from benchmarks.papers.models import vgg
 from benchmarks.papers.parts import BATCH, Result, Row, Scale
 from benchmarks.papers.watching import WATCHES
@@ -156,8 +158,15 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
             parameters, lr=row.rate, momentum=MOMENTUM[row.optimizer], weight_decay=task.decay
         )
     )
-    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters(), compression=compressor)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hook = PowerSGDHook(model, row.hook_rank) if row.hook_rank else None
+    if hook is not None:
+        optimizer, forward, stats = plain, hook.model, hook.stats
+    else:
+        optimizer = hvd.DistributedOptimizer(
+            plain, model.named_parameters(), compression=compressor
+        )
+        forward, stats = model, partial(hvd.compression_stats, optimizer)
     corrected = None
     if row.schedule == "corrected":
         corrected = hvd.EGCScheduler(optimizer, patience=1, t=0.1, min_lr=row.rate / 100)
@@ -165,12 +174,12 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
 
     ends = {*itertools.accumulate(row.lengths(scale))}
     looked = 0.0  # seconds of the processor
-    marks = [(hvd.compression_stats(optimizer), time.process_time())]
+    marks = [(stats(), time.process_time())]
     curve, looks, lost, sent = [], [], [], []
     step, recent, seen, begin = 0, 0.0, marks[0][0], time.perf_counter()
     every = max(1, scale.steps // NOTES)
     for epoch in range(scale.epochs):
-        for loss_now in task.epoch(model, 1000 * seed + epoch):
+        for loss_now in task.epoch(forward, 1000 * seed + epoch):
             if step in halved:
                 for group in optimizer.param_groups:
                     group["lr"] /= 2
@@ -189,22 +198,24 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
                 curve.append([step, recent / every])
                 recent = 0.0
                 if step > max(ends, default=0):
-                    lost.extend(hvd.compression_stats(optimizer).losses.values())
+                    lost.extend(stats().losses.values())
             if step in ends:
-                marks.append((hvd.compression_stats(optimizer), time.process_time() - looked))
+                marks.append((stats(), time.process_time() - looked))
             if step % max(1, scale.steps // LOOKS) == 0:
                 before = time.process_time()
                 with torch.no_grad():
                     looks.append([step, *task.look(model)])
-                now = hvd.compression_stats(optimizer)
+                now = stats()
                 sent.append([step, (now - seen).element_ratio])
                 seen = now
                 looked += time.process_time() - before
                 if corrected is not None:
                     corrected.step(looks[-1][1])
-    marks.append((hvd.compression_stats(optimizer), time.process_time() - looked))
+    marks.append((stats(), time.process_time() - looked))
     if tracker is not None:
         tracker.remove()
+    if hook is not None:
+        hook.close()
     with torch.no_grad():
         score = task.score(model)
     whole = marks[-1][0]

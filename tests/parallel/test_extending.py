@@ -102,10 +102,19 @@ def test_replicas_on_pytorch(ranks, tmp_path):
     assert len({digest for digest, _ in first.values()}) == len(methods) == len(first)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("fit", marks=pytest.mark.sweep), "graph"])
-def test_replicas_on_tensorflow(kind, tmp_path):
-    first, second = launch("tensorflow_replicas", 2, "gloo", tmp_path, kind, "20", "outside")
-    assert first == second
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("graph", 2),
+        pytest.param("fit", 2, marks=pytest.mark.sweep),
+        pytest.param("graph", 4, marks=pytest.mark.sweep),
+        pytest.param("fit", 4, marks=pytest.mark.sweep),
+    ],
+)
+def test_replicas_on_tensorflow(kind, ranks, tmp_path):
+    words = "tensorflow_replicas", ranks, "gloo", tmp_path, kind, "20", "outside"
+    first, *others = launch(*words)
+    assert all(other == first for other in others)
     methods = OUTSIDE + TODAY[::2] + ROUNDED[::2] + CODED + PRODUCTS
     assert len({digest for digest, _ in first.values()}) == len(methods) == len(first)
 

@@ -115,7 +115,7 @@ def test_the_page_is_made_of_what_was_measured(monkeypatch, capsys, tmp_path):
     claim = lines["Variance, alpha 2, momentum SGD: elements for one that is sent"]
     assert claim.endswith("| 384x | not run | not run |")
     assert lines["Adam, `StromCompressor(tau=0.1)`"].count("not run") == 1
-    assert "2 of 22 rows were run, with 3 seeds" in text
+    assert "2 of 26 rows were run, with 3 seeds" in text
     summary = text.partition("Each of the four papers")[0]
     assert "Of 2 claims 1 hold here" in summary and "1 of 2 hold: accuracy holds" in summary
     assert (tmp_path / "variance.png").stat().st_size > 10_000
