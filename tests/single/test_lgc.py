@@ -280,7 +280,7 @@ def _seen(seen, oracle, step):
 @given(
     seed=st.integers(0, 2**16),
     ranks=st.integers(1, 4),
-    coding=st.sampled_from(["deflate", "delta"]),
+    coding=st.sampled_from(["deflate", "delta", "elias_fano"]),
 )
 @settings(max_examples=4, deadline=None)
 def test_with_exact_feedback_the_sum_over_ranks_loses_nothing(
@@ -314,7 +314,7 @@ def test_with_exact_feedback_the_sum_over_ranks_loses_nothing(
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("coding", ["deflate", "delta", "int32"])
+@pytest.mark.parametrize("coding", ["deflate", "delta", "elias_fano", "int32"])
 def test_bytes_equal_the_formula(pattern, coding):
     ranks = 3
     compressor = LGCCompressor(pattern, index_coding=coding, momentum=0.9, **SHORT)
