@@ -39,6 +39,8 @@ from hvd_gradcomp import (
     after,
 )
 from hvd_gradcomp.codecs.sparse import StepInputs
+from hvd_gradcomp.codecs.threshold import ThresholdCompressor
+from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.compressor import Context
 
 
@@ -46,6 +48,16 @@ def encode_step(compressor, ops, layout, level, step, gradient, state):
     """A step's payload of a sparse method, and the state after it."""
     context = Context(layout, 0, 1, step)
     return compressor.encode(level, StepInputs(compressor, ops, context, gradient, state))
+
+
+def decode_step(compressor, ops, layout, payloads, room):
+    """The sum of a sparse method's payloads, as received."""
+    if isinstance(compressor, ThresholdCompressor):
+        context = Context(layout, 0, payloads.bodies.shape[0], 0)
+        header = wire.Header(0, 0, 0, payloads.level.index, 0, 0)
+        _, bodies = compressor.admit(ops, context, payloads.level, header, payloads.bodies)
+        payloads = payloads._replace(bodies=bodies)
+    return compressor.decode_sum(ops, layout, payloads, room)
 
 
 NONE = NoneCompressor()

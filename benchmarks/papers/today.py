@@ -41,6 +41,7 @@ METHODS = {
     "onebit": Method("OneBitCompressor()"),
     "ef-sign": Method("EFSignSGDCompressor()"),
     "power": Method("PowerSGDCompressor(rank=4)"),
+    "power-late": Method("after(10, None, PowerSGDCompressor(rank=4))"),  # as PyTorch's hook
     "power-hook": Method(hook_rank=4),
     "acp": Method("ACPSGDCompressor(rank=4)"),
     "random-k": Method("RandomKCompressor(density=2**-7)"),
@@ -132,7 +133,7 @@ def claims(found: Found) -> list[Claim]:
         fewer, more = "fewer bytes, as little loss", "more bytes, less loss"
         every.append(_behind(found, "chunked", "sparse-gd", fewer, where))
         every.append(_behind(found, "sparse-gd-int4", "sparse-gd", fewer, where))
-        every.append(_behind(found, "power", "power-hook", "the same method", where))
+        every.append(_behind(found, "power-late", "power-hook", "the same method", where))
         every.append(_behind(found, "power", "chunked", more, where))
         every.append(_behind(found, "acp", "power", fewer, where))
         every.append(_behind(found, "sparse-gd", "random-k", more, where))

@@ -16,7 +16,7 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.methods import EVERY, LEARNED, LINEAR, OUTSIDE, PRODUCTS, TODAY, WORDS
+from tests.methods import EVERY, LEARNED, LINEAR, OUTSIDE, PRODUCTS, TODAY, WORDS, decode_step
 
 RANKS = st.integers(1, 8)
 SHAPES = st.lists(
@@ -52,7 +52,7 @@ def sent_by(world, rank):
         return world.flat([piece.view(s) for piece, s in zip(pieces, layout.shapes)])
     one = torch.ones(1, device=ops.device)
     room = torch.empty(layout.size, device=ops.device)
-    return compressor.decode_sum(ops, layout, Payloads(level, buffer[None, 32:], one), room)
+    return decode_step(compressor, ops, layout, Payloads(level, buffer[None, 32:], one), room)
 
 
 def level_of(world):
@@ -115,7 +115,13 @@ def test_bytes_equal_the_formula(compressor, shapes, seed, size):
         level = level_of(world)
         side = 4 * math.ceil(len(shapes) / 4) if "Variance" in repr(compressor) else 0
         places = layout.size * compressor.quantizer.dense_bits // 8
-        body = side + (places if level.dense else 4 * level.capacity)
+        words = 4 * level.capacity
+        if compressor.index_coding == "elias_fano" and not level.dense:
+            k, groups = level.capacity, math.ceil(level.capacity / 32)
+            low = int(math.log2(max((layout.size - 1) / k, 1)))
+            high = math.ceil((k + ((layout.size - 1) >> low)) / 32)
+            words = 4 * (groups * low + high + groups * compressor.quantizer.bits)
+        body = side + (places if level.dense else words)
         sent = 32 + (4 * sum(map(math.prod, shapes)) if level.summed else body)
         assert len(world.traffic) == 1 + level.summed
         for requests in zip(*world.traffic):

@@ -14,7 +14,7 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.methods import LEADER, ONE_OF_EACH, PHASED, ROUNDED, WORDS, encode_step
+from tests.methods import LEADER, ONE_OF_EACH, PHASED, ROUNDED, WORDS, decode_step, encode_step
 
 SHAPES = ((40, 7), (10,), (700,))
 RANKS = 4
@@ -135,7 +135,7 @@ def test_xla_gives_the_same_bits(compressor, dense):
 
     def decode(ops, bodies):
         empty = ops.zeros((layout.size,))
-        return compressor.decode_sum(ops, layout, Payloads(room, bodies, weights), empty)
+        return decode_step(compressor, ops, layout, Payloads(room, bodies, weights), empty)
 
     @tf.function(jit_compile=True, autograph=False)
     def compiled_encode(values, step, gradient):

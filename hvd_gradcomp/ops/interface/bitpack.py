@@ -82,7 +82,7 @@ class BitPacking(Reduction):
         last = self.reshape(numbers - rest * self._power(low), (-1,))
         missing = _whole(rows * count) - rows * count
         groups = self.reshape(self.concat((last, self.full((missing,), 0))), (-1, GROUP))
-        planes = self.bit_planes(groups, _columns(low, universe))[:, :low]
+        planes = self._all_planes(groups, _columns(low, universe))[:, :low]
         return self.reshape(planes, (-1,)), self.pack(bits, 1)
 
     def decode_ascending(
@@ -108,9 +108,22 @@ class BitPacking(Reduction):
         rest = self.maximum(places - starts - self.arange(count), 0)
         columns = _columns(low, universe)
         planes = (self.reshape(code[0], (groups, low)), self.full((groups, columns - low), 0))
-        last = self.from_bit_planes(self.reshape(self.concat(planes), (-1, columns)))
+        last = self._from_all_planes(self.reshape(self.concat(planes), (-1, 1, columns)))
         last = self.reshape(self.reshape(last, (-1,))[:numbers], (rows, count))
         return self.minimum(rest * self._power(low) + last, universe)
+
+    def _all_planes(self, groups: Tensor, bits: int) -> Tensor:
+        """Return `bit_planes` in as many calls for any number of bits, in more memory."""
+        each = self.shift_right(self.reshape(groups, (-1, 1, GROUP)), self._column(bits)) % 2
+        return self.sum(each * self.words([1 << lane for lane in range(GROUP)]), -1)
+
+    def _from_all_planes(self, planes: Tensor) -> Tensor:
+        """Invert `_all_planes`; [m, 1, bits] to [m, 32]."""
+        each = self.shift_right(planes, self._column(GROUP)) % 2
+        return self.sum(each * self.words([1 << bit for bit in range(planes.shape[-1])]), -1)
+
+    def _column(self, count: int) -> Tensor:
+        return self.reshape(self.arange(count), (-1, 1))
 
     def _power(self, exponent: Any) -> Any:
         """Return two to the power of an integer or a scalar below 33."""
