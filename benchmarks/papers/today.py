@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.papers.parts import NOT_RUN, Claim, Found, Part, Row, Scale, said, times
@@ -133,7 +133,17 @@ def claims(found: Found) -> list[Claim]:
         fewer, more = "fewer bytes, as little loss", "more bytes, less loss"
         every.append(_behind(found, "chunked", "sparse-gd", fewer, where))
         every.append(_behind(found, "sparse-gd-int4", "sparse-gd", fewer, where))
-        every.append(_behind(found, "power-late", "power-hook", "the same method", where))
+        late, hook = "power-late", "power-hook"
+        claim = _behind(found, late, hook, "the same method", where)
+        gap = found.away(where + late, where + hook)
+        every.append(
+            replace(
+                claim,
+                text=f"{_on(where)}{METHODS[late].title} is within {near} {unit} of "
+                f"{METHODS[hook].title}",
+                holds=None if gap is None else abs(gap) <= near,
+            )
+        )
         every.append(_behind(found, "power", "chunked", more, where))
         every.append(_behind(found, "acp", "power", fewer, where))
         every.append(_behind(found, "sparse-gd", "random-k", more, where))
