@@ -122,18 +122,17 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         layout, size = context.layout, context.layout.size
         gradient, _ = self.clipped(ops, context, gradient, extra)
         finite, gradient = patterns.check_storable(ops, gradient)
-        if finite is False:  # the exchange fails, and the state stays as it is
-            r, (index, values) = gradient, ops.largest_of_rows(gradient, self.chunk, self.k)
-        else:
-            given = state.r, self.decay, gradient, self.chunk, self.k
-            r, index, values = ops.accumulate_largest(*given)
+        # In the gradient's memory: if the exchange fails, the state is as before.
+        given = state.r, self.decay, gradient, self.chunk, self.k
+        there, index, values = ops.accumulate_largest(*given)
         parts, sent = self.encode(ops, size, index, values)
         if self.is_summed(layout, context.size):
             weight = patterns.poison(ops, finite) + 1.0
-            total = ops.add_in_rows(None, gradient, self.chunk, [index], [sent], weight)
+            room = ops.zeros((size,))
+            total = ops.add_in_rows(None, room, self.chunk, [index], [sent], weight)
             total = yield from patterns.allreduce_bucket(ops, context, total)
             total = patterns.check_sum(ops, total)
-            return total, self.commit(ops, r, index, sent)
+            return total, self.commit(ops, state, there, index, sent)
         body = wire.pack_pieces(ops, self.parts(size), parts)
         header = patterns.header_of(self, context, finite)
         buffers = yield Allgather(wire.pack(ops, header, *body))
@@ -142,8 +141,8 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         found = self.decode(ops, size, bodies)
         header = self.check_summable(ops, context, header, [values for _, values in found])
         weights = patterns.weights_of(ops, context, header)
-        state = self.commit(ops, r, index, sent)
-        return self.sum(ops, found, weights, gradient), state
+        state = self.commit(ops, state, there, index, sent)
+        return self.sum(ops, found, weights, there), state
 
     def encode(
         self, ops: Ops, size: int, index: Tensor, values: Tensor
@@ -158,10 +157,12 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         rows = self.places(size).rows
         return ops.reshape(self.coding.decode(ops, coded, rows * self.k), (rows, self.k))
 
-    def commit(self, ops: Ops, r: Tensor, index: Tensor, sent: Tensor) -> Residual:
-        """Return the state without what was sent. Donating for r."""
+    def commit(
+        self, ops: Ops, state: Residual, there: Tensor, index: Tensor, sent: Tensor
+    ) -> Residual:
+        """Return what was there without what was sent. Donating for the state."""
         less = ops.constants((-1.0,))
-        return Residual(ops.add_in_rows(r, r, self.chunk, [index], [sent], less))
+        return Residual(ops.add_in_rows(there, state.r, self.chunk, [index], [sent], less))
 
     def decode(self, ops: Ops, size: int, bodies: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return each rank's places and values, by chunk."""

@@ -81,7 +81,7 @@ class BF16Compressor(_NarrowCompressor):
 
     bits = 16
     side = ()
-    telling = ("largest",)
+    finite_by = ("largest",)
 
     def __post_init__(self) -> None:
         self.validate_common()
@@ -136,7 +136,7 @@ class FP8Compressor(_NarrowCompressor):
     side = ("unit",)
 
     @property
-    def telling(self) -> tuple[str, ...]:  # type: ignore[override]
+    def finite_by(self) -> tuple[str, ...]:  # type: ignore[override]
         return () if self.power_of_two else self.side  # a NaN is rounded up to zero
 
     def __post_init__(self) -> None:
@@ -192,7 +192,7 @@ class Int8Compressor(_NarrowCompressor, LevelsCompressor):
     max_norm: float | None = None
 
     bits = 8
-    telling = ("scale",)
+    finite_by = ("scale",)
 
     def __post_init__(self) -> None:
         validate.whole(self, "block_size", low=32)

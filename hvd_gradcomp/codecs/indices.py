@@ -176,7 +176,7 @@ def _of_blocks(ops: Ops, flags: Tensor) -> Tensor:
     return ops.reshape(ops.reshape(ops.cast(flags, "int64"), (-1, 1)) + none > 0, (-1,))
 
 
-class Ascending(IndexCoding):
+class EliasFanoCoding(IndexCoding):
     """Elias-Fano code; see `codecs.elias_fano`."""
 
     recodes = True
@@ -288,7 +288,7 @@ def _inflated(prefixed: bytes) -> bytes:
 
 CODINGS: dict[str, IndexCoding] = {
     "delta": Delta(),
-    "elias_fano": Ascending(),
+    "elias_fano": EliasFanoCoding(),
     "deflate": Deflate(),
     "int32": Plain(),
 }

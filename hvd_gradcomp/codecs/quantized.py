@@ -58,8 +58,8 @@ class QuantizedCompressor(Compressor):
         side: names of the float32 values that each group sends besides its codes.
         seed: of the random numbers, for methods that use some.
         exchange: one of `EXCHANGES`.
-        telling: names of float32 values of `encode`, sent or not, of which one is not finite
-            where an element is not: with dynamic shapes no pass over the elements looks for that.
+        finite_by: names of float32 values of `encode`, sent or not, that are all finite only if
+            all elements are: with dynamic shapes these are checked instead of the elements.
         error_feedback: whether the state has a residual `r` of quantization errors.
     """
 
@@ -67,7 +67,7 @@ class QuantizedCompressor(Compressor):
     max_bucket = 1 << 32  # positions that the random numbers distinguish
     bits: int
     side: tuple[str, ...]
-    telling: tuple[str, ...] = ()
+    finite_by: tuple[str, ...] = ()
     seed: int = 0
     exchange: str = "auto"
     error_feedback: bool = False
@@ -385,7 +385,7 @@ def allgather(
     state = codec.update_state(ops, row_groups, x, sent, state)
     weights = patterns.weights_of(ops, context, header)
     total = codec.add_decoded(ops, row_groups, payload, Accumulator(None, gradient, weights))
-    return total if codec.side else patterns.check_sum(ops, total), state
+    return _check_unbounded(ops, codec, total), state
 
 
 def two_shot(
@@ -434,12 +434,7 @@ def two_shot(
         shard_payloads = {name: part[other : other + 1] for name, part in payload.items()}
         accumulator = Accumulator(None, scratch, weights[other : other + 1])
         pieces.append(codec.add_decoded(ops, cut, shard_payloads, accumulator))
-    total = ops.assemble(gradient, pieces)
-    # What tells has a margin: four times it was finite.
-    bounded = (
-        bool(codec.telling) and ops.dynamic_shapes and context.prescale * context.postscale <= 2
-    )
-    return total if codec.side or bounded else patterns.check_sum(ops, total), state
+    return _check_unbounded(ops, codec, ops.assemble(gradient, pieces)), state
 
 
 def allreduce(
@@ -451,8 +446,8 @@ def allreduce(
 
 
 def _check_elements(ops: Ops, codec: QuantizedCompressor, x: Tensor) -> tuple[Any, Tensor]:
-    """Return `patterns.check_finite`; or True if values of the payload will tell."""
-    if codec.telling and ops.dynamic_shapes:
+    """Return `patterns.check_finite`; or True if values of the payload are checked instead."""
+    if codec.finite_by and ops.dynamic_shapes:
         return True, x
     return patterns.check_finite(ops, x)
 
@@ -465,11 +460,18 @@ def _checked_sides(
     Above 2**126 a scale's reciprocal is denormal, and TensorFlow flushes it to zero. Unusable side
     values are replaced by zeros where the check cannot stop the step.
     """
-    names = [name for name in dict.fromkeys((*codec.side, *codec.telling)) if name in sent]
-    if not names:
+    for name in codec.finite_by:
+        if name in sent and name not in codec.side:
+            finite = finite & ops.finite(sent[name])
+    if not codec.side:
         return sent, finite
-    sides, finite = ops.checked_sides([sent[name] for name in names], finite)
-    return {**sent, **dict(zip(names, sides))}, finite
+    sides, finite = ops.checked_sides([sent[name] for name in codec.side], finite)
+    return {**sent, **dict(zip(codec.side, sides))}, finite
+
+
+def _check_unbounded(ops: Ops, codec: QuantizedCompressor, total: Tensor) -> Tensor:
+    """Require a finite sum where no side values have bounded it beforehand."""
+    return total if codec.side else patterns.check_sum(ops, total)
 
 
 def _key(ops: Ops, codec: QuantizedCompressor, context: Context, stage: int) -> Tensor:

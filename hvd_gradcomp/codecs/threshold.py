@@ -116,15 +116,13 @@ class ThresholdCompressor(SparseCompressor):
 
     def body_bytes(self, layout: Layout, level: CapacityLevel) -> int:
         coded = self.index_coding != "word" and not level.dense
-        parts = self.coded_parts(layout, level.capacity) if coded else self.parts(layout, level)
-        return int(wire.body_bytes(parts))
+        if not coded:
+            return int(wire.body_bytes(self.parts(layout, level)))
+        code = EliasFano.of(1, level.capacity, layout.sink)
+        return int(wire.body_bytes(self.coded_parts(layout, code)))
 
-    def coded_parts(self, layout: Layout, capacity: int) -> dict[str, wire.Part]:
+    def coded_parts(self, layout: Layout, code: EliasFano) -> dict[str, wire.Part]:
         """Return the parts of a body whose indices travel apart from their codes."""
-        code = EliasFano.of(1, capacity, layout.sink)
-        return self._coded_parts(layout, code)
-
-    def _coded_parts(self, layout: Layout, code: EliasFano) -> dict[str, wire.Part]:
         codes = (code.count + GROUP - 1) // GROUP * self.quantizer.bits
         side = self.quantizer.side_parts(layout)
         return {**side, **code.parts(), "codes": wire.Part("uint32", codes)}
@@ -192,7 +190,7 @@ class ThresholdCompressor(SparseCompressor):
         unused = (code.count + GROUP - 1) // GROUP * GROUP - code.count
         codes = ops.pack(ops.concat((codes, ops.full((unused,), 0))), self.quantizer.bits)
         payload = {**code.encode(ops, ops.reshape(index, (1, -1))), "codes": codes}
-        parts = self._coded_parts(context.layout, code)
+        parts = self.coded_parts(context.layout, code)
         return wire.pack_body(ops, {name: parts[name] for name in payload}, payload)
 
     def _from_kernel(
@@ -230,7 +228,7 @@ class ThresholdCompressor(SparseCompressor):
 
         def words() -> tuple[Tensor, Tensor]:
             code = self._code(ops, context, level)
-            payload = wire.unpack_body(ops, self._coded_parts(layout, code), bodies)
+            payload = wire.unpack_body(ops, self.coded_parts(layout, code), bodies)
             rows, sound = [], []
             for rank in range(ranks):
                 mine = {name: part[rank] for name, part in payload.items()}
@@ -328,7 +326,8 @@ def _slots(compressor: ThresholdCompressor, layout: Layout, room: int) -> int:
     low, high = 0, layout.size
     while low < high:
         middle = (low + high + 1) // 2
-        fits = wire.body_bytes(compressor.coded_parts(layout, middle)) - side <= room
+        code = EliasFano.of(1, middle, layout.sink)
+        fits = wire.body_bytes(compressor.coded_parts(layout, code)) - side <= room
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 

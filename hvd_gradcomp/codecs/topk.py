@@ -31,7 +31,7 @@ from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
 from hvd_gradcomp.core.cost_model import most_gathered
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.kernel_params import CapacityLevel, Collecting, Form, Places
+from hvd_gradcomp.ops.kernel_params import CapacityLevel, Collecting, Form
 from hvd_gradcomp.ops.scope import Scope, layer_of
 
 
@@ -347,9 +347,8 @@ class BodySpec(NamedTuple):
         if ops.topk_kernels is None or compressor.rounds:
             return None
         if compressor.coding.recodes:
-            if isinstance(capacity, int):
-                return Form(8 * capacity, capacity, 4 * capacity, Places(0, 0, 0, 0))
-            return ops.words((8 * capacity, capacity, 4 * capacity, 0, 0, 0, 0))
+            plain = Form.plain(capacity)
+            return plain if isinstance(capacity, int) else ops.words(plain.numbers)
         if isinstance(capacity, int):
             return form_of(compressor, layout, capacity)
         capacities = compressor.capacities(layout)

@@ -134,6 +134,11 @@ class Form(NamedTuple):
     values: int
     places: Places
 
+    @classmethod
+    def plain(cls, capacity: int) -> Form:
+        """Return the layout of 32-bit indices, and the values behind them."""
+        return cls(8 * capacity, capacity, 4 * capacity, Places(0, 0, 0, 0))
+
     @property
     def numbers(self) -> tuple[int, ...]:
         """The fields as C takes them."""

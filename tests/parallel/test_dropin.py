@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from tests.methods import ONE_OF_EACH
 from tests.parallel.launch import environment, launch, says
 
 pytestmark = pytest.mark.parallel
@@ -152,8 +151,6 @@ def test_keras_as_horovod_s_own_examples_use_it(tmp_path):
         for name, (ours, expected) in result["pairs"].items():
             assert ours == expected, name
         says(result["errors"], MESSAGES)
-    loaded = {name for result in results for name in result["pairs"] if name.startswith("loaded ")}
-    assert len(loaded) == len(ONE_OF_EACH) + 3, "between them the ranks have saved every method"
     output = (tmp_path / "output").read_text()
     said = "What a rank had kept back is rank 0's alone: rank 1 begins with nothing"
     assert output.count(said) == results[0]["resumed"]

@@ -58,7 +58,7 @@ def test_accumulation_and_the_largest(framework, x, seed, data):
     arguments = x, factor, y, length, data.draw(st.integers(1, min(length, 40)))
     with threads(data.draw(st.sampled_from((1, 2)))):
         ours = both("accumulate_largest", *arguments)
-    assert all(map(same, ours, PLAIN.accumulate_largest(x.clone(), *arguments[1:])))
+    assert all(map(same, ours, PLAIN.accumulate_largest(x, factor, y.clone(), *arguments[3:])))
 
 
 @pytest.mark.parametrize("framework", frameworks())

@@ -222,8 +222,8 @@ def test_indices_that_do_not_ascend_are_refused_and_nothing_is_lost(compressor):
             return request
         frame = request.tensor.numpy().copy()
         capacity = schedule.capacities[int(frame[12:16].view("<u4")[0])]
-        parts = compressor.coded_parts(layout, capacity)
         code = EliasFano.of(1, capacity, layout.sink)
+        parts = compressor.coded_parts(layout, code)
         body = torch.from_numpy(frame[wire.HEADER_BYTES :])[None]
         payload = {n: x[0] for n, x in wire.unpack_body(ops, parts, body).items()}
         index = code.decode(ops, payload)

@@ -298,10 +298,7 @@ def flipped(rank, request):
 @pytest.mark.parametrize("compressor", TODAY + PRODUCTS, ids=repr)
 @pytest.mark.parametrize("what", ["nan", "damage"])
 def test_a_failed_step_leaves_the_state_as_it_was(compressor, what):
-    """A gradient that is not finite; and, of what travels with a header, a flipped bit.
-
-    Chunks are chosen where the residual lies: a rank whose own gradient is finite keeps that.
-    """
+    """A gradient that is not finite; and, of what travels with a header, a flipped bit."""
     layout = Layout(("w", "b"), ((16, 24), (10,)), block=compressor.block)
     world = World(compressor, TorchOps(), layout, 2)
     generator = torch.Generator().manual_seed(1)
@@ -322,16 +319,10 @@ def test_a_failed_step_leaves_the_state_as_it_was(compressor, what):
         pytest.skip("sums have no header")
     else:
         world.tamper = flipped
-    given = [g.clone() for g in bad]
     with pytest.raises((NonFiniteGradientError, PayloadError)):
         world.step(bad)
-    for state, then, gradient in zip(world.states, before, given):
-        now = [x for _, x in leaves(state)]
-        if isinstance(compressor, ChunkedTopKCompressor) and gradient.isfinite().all():
-            if compressor.max_norm is None:
-                assert torch.equal(now[0], compressor.decay * then[0] + gradient)
-        else:
-            assert all(map(torch.equal, now, then))
+    for state, then in zip(world.states, before):
+        assert all(map(torch.equal, [x for _, x in leaves(state)], then))
 
 
 def test_what_is_never_used_does_not_move():

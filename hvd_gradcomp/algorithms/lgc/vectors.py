@@ -15,7 +15,7 @@ from hvd_gradcomp.core.compressor import Context, Program
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.interface.bitpack import GROUP
-from hvd_gradcomp.ops.kernel_params import Form, Places
+from hvd_gradcomp.ops.kernel_params import Form
 from hvd_gradcomp.ops.scope import Scope, layer_of
 
 _MAGNITUDE = (1 << 31) - 1
@@ -72,7 +72,7 @@ def accumulate_and_select(
         written = ops.topk_kernels.write(
             lgc.rule._replace(masking=False),
             scope,
-            Form(8 * capacity, capacity, 4 * capacity, Places(0, 0, 0, 0)),
+            Form.plain(capacity),
             context.step,
             ops.words(most) * flag,
             most,

@@ -649,7 +649,7 @@ static int plan_accumulate_largest(call *c) {
   TRY(takes(c, 2, 2, 1));
   TRY(is_vector(c, 1, FLOAT, c->in[0].length));
   TRY(gives_largest(c, 1));
-  return gives_like(c, 0, 0);
+  return gives_like(c, 0, 1);
 }
 
 static int run_accumulate_largest(call *c) {

@@ -146,7 +146,7 @@ static void largest_of_row(const uint32_t *x, int64_t n, int64_t k, uint32_t *gu
   *guess = is.low > STEP ? is.low - STEP : 0;
 }
 
-/* out = factor * x + y; x may be out. */
+/* out = factor * x + y; y may be out. */
 FAST static void decay(const float *x, const float *y, float *out, int64_t n, float factor) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; i++) {

@@ -153,9 +153,9 @@ class Reduction(Creation, Elementwise, Indexing):
     def accumulate_largest(
         self, x: Tensor, factor: float, y: Tensor, length: int, k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `factor * x + y`, and its `largest_of_rows`. Donating for x."""
-        x = self.accumulate(self.scale(x, factor), y)
-        return x, *self.largest_of_rows(x, length, k)
+        """Return `factor * x + y`, and its `largest_of_rows`. Donating for y."""
+        y = self.accumulate(y, x if factor == 1.0 else self.times(x, factor))
+        return y, *self.largest_of_rows(y, length, k)
 
     def add_in_rows(
         self,

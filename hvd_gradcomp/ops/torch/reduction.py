@@ -96,7 +96,7 @@ class Reduction(Base):
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.native is None:
             return super().accumulate_largest(x, factor, y, length, k)
-        room, rows = self.room(x), -(-x.shape[0] // length)
+        room, rows = self.room(y), -(-x.shape[0] // length)
         index, values = self._empty(rows, k, dtype=torch.int64), self._empty(rows, k)
         given, found = (x.contiguous(), y.contiguous()), (room, index, values)
         self.native("accumulate_largest", given, found, (length, k), (factor,))
