@@ -16,6 +16,7 @@ from hvd_gradcomp.algorithms.gradient_dropping import GradientDroppingCompressor
 from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
 from hvd_gradcomp.algorithms.hybrid import HybridCompressor
 from hvd_gradcomp.algorithms.lgc import LGCCompressor
+from hvd_gradcomp.algorithms.local_steps import OuterSGD, diloco, sparse_loco
 from hvd_gradcomp.algorithms.narrow import BF16Compressor, FP8Compressor, Int8Compressor
 from hvd_gradcomp.algorithms.natural import NaturalCompressor
 from hvd_gradcomp.algorithms.onebit import OneBitCompressor
@@ -57,6 +58,7 @@ __all__ = [
     "NonFiniteGradientError",
     "NoneCompressor",
     "OneBitCompressor",
+    "OuterSGD",
     "PayloadError",
     "PowerSGDCompressor",
     "QSGDCompressor",
@@ -70,7 +72,9 @@ __all__ = [
     "VarianceCompressor",
     "__version__",
     "after",
+    "diloco",
     "partition",
     "role",
     "smaller",
+    "sparse_loco",
 ]

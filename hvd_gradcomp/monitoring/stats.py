@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 
@@ -119,6 +119,45 @@ class CompressionStats:
         span = {name: getattr(self, name) - getattr(earlier, name) for name in counts}
         layers = {name: n - earlier.layers.get(name, 0) for name, n in self.layers.items()}
         return replace(self, layers=layers, **span)
+
+
+def combined(
+    parts: Sequence[CompressionStats], beside: Sequence[CompressionStats], steps: int
+) -> CompressionStats:
+    """Return the totals of a model whose parts are exchanged apart, and not in every step.
+
+    Args:
+        parts: of disjoint layers, which make up the model.
+        beside: of other exchanges of the same layers, or of what is no gradient.
+        steps: of the training; a dense exchange of all layers in each of them is what the bytes and
+            elements are compared with.
+
+    >>> half = CompressionStats(1, 10, 10, 40, 40, 80, sizes={"a": 10})
+    >>> both = combined([half, half], [], 5)
+    >>> both.steps, both.elements, both.elements_sent, both.ratio
+    (5, 50, 20, 2.5)
+    """
+    every = [*parts, *beside]
+    sizes = {name: size for part in parts for name, size in part.sizes.items()}
+    layers = dict.fromkeys(sizes, 0)
+    for part in every:
+        for name, sent in part.layers.items():
+            layers[name] = layers.get(name, 0) + sent
+    elements = steps * sum(sizes.values())
+    return CompressionStats(
+        steps=steps,
+        elements=elements,
+        elements_sent=sum(part.elements_sent for part in every),
+        bytes_dense=4 * elements,
+        bytes_sent=sum(part.bytes_sent for part in every),
+        bytes_received=sum(part.bytes_received for part in every),
+        layers=layers,
+        losses=mean_losses(part.losses for part in parts),
+        sizes=sizes,
+        skipped=sum(part.skipped for part in every),
+        rung_changes=sum(part.rung_changes for part in parts),
+        residual_norm=norm_of(p.residual_norm for p in parts if p.residual_norm is not None),
+    )
 
 
 def _ratio(ratio: float) -> str:

@@ -22,6 +22,7 @@ from hvd_gradcomp.torch.broadcast_objects import broadcast_parameters
 from hvd_gradcomp.torch.broadcast_state import broadcast_optimizer_state
 from hvd_gradcomp.torch.checkpoint import load_checkpoint, save_checkpoint
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
+from hvd_gradcomp.torch.local_steps_horovod import LocalSteps
 from hvd_gradcomp.torch.lr_scheduler import EGCScheduler
 from hvd_gradcomp.torch.moments.tracker import MomentTracker, track_moments
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer

@@ -62,7 +62,10 @@ class BucketPlanner:
         participants: the ranks.
         options: of the exchange.
         name: prefix of the names of all collectives.
-        tracking: the call that sets up per-sample moments, for messages.
+        tracking: the call that sets up per-sample moments, for messages; None if what is exchanged
+            are no gradients of samples.
+        owners: (name, parameter) of the model, if what is reduced are copies of its parameters:
+            their modules tell what convolves.
 
     Attributes:
         named_parameters, ordered_parameters: in the user's order, which is the same on all ranks.
@@ -86,7 +89,8 @@ class BucketPlanner:
         options: ExchangeOptions,
         *,
         name: str,
-        tracking: str,
+        tracking: str | None,
+        owners: Named | None = None,
     ) -> None:
         _require_data(named_parameters)
         self.name, self._participants = name, participants
@@ -95,7 +99,7 @@ class BucketPlanner:
         self.arrived: list[str] | None = [] if compressor.needs_execution_order else None
         self._bucket_bytes = options.bucket_bytes
         self._know(named_parameters)
-        self.layers = layers_of(named_parameters)
+        self.layers = layers_of(named_parameters, owners)
         assigned = assignment.assign(compressor, self.layers, self._ranks)
         using = [pair for pair, one in zip(named_parameters, assigned) if one.uses_moments]
         self.source = source_of(compressor, using, options.passes, self._tells, tracking)
@@ -331,17 +335,22 @@ def as_used(layers: Sequence[Layer], order: Sequence[str]) -> list[str]:
     return [*order[:middle], *unused, *order[middle:]]
 
 
-def layers_of(named_parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> list[Layer]:
+def layers_of(named_parameters: Named, owners: Named | None = None) -> list[Layer]:
     """Return the `Layer` of each parameter: (name, shape, dtype), a `Weight` if its use is known.
 
     A complex parameter is described as a real one of shape [..., 2].
+
+    Args:
+        named_parameters: what is reduced.
+        owners: the same of the model, if `named_parameters` are copies of its parameters.
     """
-    kernels = _kernels([p for _, p in named_parameters if p.dim() > 2 and not p.is_complex()])
+    owners = named_parameters if owners is None else owners
+    kernels = _kernels([p for _, p in owners if p.dim() > 2 and not p.is_complex()])
     layers: list[Layer] = []
-    for name, p in named_parameters:
+    for (name, p), (_, owner) in zip(named_parameters, owners):
         real = as_real(p.detach())
         described = name, tuple(real.shape), str(real.dtype).removeprefix("torch.")
-        known = kernels.get(id(p))
+        known = kernels.get(id(owner))
         layers.append(described if known is None else Weight(*described, convolves=known))
     return layers
 

@@ -41,6 +41,7 @@ from hvd_gradcomp.torch.bucket import Named, as_real
 from hvd_gradcomp.torch.bucketing import BucketPlanner, layers_of
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
+from hvd_gradcomp.torch.local_steps_c10d import LocalSteps
 from hvd_gradcomp.torch.moments.tracker import track_moments
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor
 from hvd_gradcomp.torch.options import ExchangeOptions
@@ -55,6 +56,7 @@ __all__ = [
     "CompressionStats",
     "DivergedError",
     "JSONLines",
+    "LocalSteps",
     "MismatchError",
     "NonFiniteGradientError",
     "OutOfStepError",

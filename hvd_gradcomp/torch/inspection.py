@@ -1,12 +1,13 @@
 """Statistics and verification of an exchange, over Horovod or `DistributedDataParallel`.
 
-Each function takes the optimizer that `DistributedOptimizer` returned, the model that
-`ddp.compress` was given, or the state that it returned. Nothing here needs Horovod.
+Each function takes the optimizer that `DistributedOptimizer` or `LocalSteps` returned, the model
+that `ddp.compress` was given, or the state that it returned. Nothing here needs Horovod.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning import description
 from hvd_gradcomp.torch import checksums
+from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.reducer import Reducer
 
 _reducers: weakref.WeakKeyDictionary[Any, Reducer] = weakref.WeakKeyDictionary()
@@ -43,21 +45,42 @@ def reducer_of(source: Any) -> Reducer:
     return found
 
 
+def reducers_of(source: Any) -> list[Reducer]:
+    """Return all reducers of a source: with local steps one for each fragment.
+
+    Raises:
+        TypeError: it has none.
+    """
+    if isinstance(source, LocalStepsOptimizer):
+        return source.reducers
+    return [reducer_of(source)]
+
+
+def stats_of(source: Any) -> Callable[[], CompressionStats]:
+    """Return what reads the statistics of a source.
+
+    Raises:
+        TypeError: it has none.
+    """
+    return source.stats if isinstance(source, LocalStepsOptimizer) else reducer_of(source).stats
+
+
 def compression_stats(source: Any) -> CompressionStats:
     """Return the measured traffic of this rank's exchanges so far; see `CompressionStats`.
 
     Args:
-        source: the optimizer that `DistributedOptimizer` returned; with `DistributedDataParallel`
-            the model, or the state that `ddp.compress` returned.
+        source: the optimizer that `DistributedOptimizer` or `LocalSteps` returned, whose `steps`
+            are then local ones; with `DistributedDataParallel` the model, or the state that
+            `ddp.compress` returned.
 
     Raises:
         TypeError: it is none of these.
     """
-    return reducer_of(source).stats()
+    return stats_of(source)()
 
 
 def describe(source: Any) -> str:
-    """Return a table of each layer's compressor and bytes per step, without communication.
+    """Return a table of each layer's compressor and bytes per exchange, without communication.
 
     A script prints it, `print(describe(optimizer))`; a notebook shows it.
 
@@ -72,7 +95,10 @@ def describe(source: Any) -> str:
     Raises:
         TypeError: it is none of these.
     """
-    reducer = reducer_of(source)
+    return "\n".join(map(_described, reducers_of(source)))
+
+
+def _described(reducer: Reducer) -> str:
     planner, (_, ranks) = reducer.planner, reducer.participants.rank_and_size
     return description.describe(
         planner.compressor, planner.used, len(planner.buckets), ranks, planner.moments_of_layers
@@ -90,14 +116,16 @@ def retrain(source: Any) -> None:
     Raises:
         TypeError: it is none of these.
     """
-    reducer_of(source).retrain()
+    for reducer in reducers_of(source):
+        reducer.retrain()
 
 
 def verify(source: Any) -> None:
     """Compare parameters and the compressor's replicated state over the ranks, bit by bit.
 
     All ranks that take part call it at the same place, between steps. Buffers, such as the running
-    means of a batch normalization, are each rank's own and are not compared.
+    means of a batch normalization, are each rank's own and are not compared. With local steps the
+    global parameters are compared.
 
     Args:
         source: as in `compression_stats`.
@@ -106,4 +134,5 @@ def verify(source: Any) -> None:
         DivergedError: on all ranks, naming the first tensor that differs, and where.
         TypeError: it is none of these.
     """
-    checksums.check(reducer_of(source))
+    for reducer in reducers_of(source):
+        checksums.check(reducer)

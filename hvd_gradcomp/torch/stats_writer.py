@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hvd_gradcomp.monitoring import reports
-from hvd_gradcomp.torch.inspection import reducer_of
+from hvd_gradcomp.torch.inspection import reducers_of, stats_of
 
 
 class StatsWriter(reports.StatsWriter):
@@ -25,8 +25,8 @@ class StatsWriter(reports.StatsWriter):
     Each record covers the steps since the last one. Make it after a checkpoint is loaded.
 
     Args:
-        source: a `DistributedOptimizer` of this package; with `DistributedDataParallel` the model,
-            or the state that `ddp.compress` returned.
+        source: a `DistributedOptimizer` or `LocalSteps` of this package; with
+            `DistributedDataParallel` the model, or the state that `ddp.compress` returned.
         every: steps in a span, at least 1.
         writers: `JSONLines`, `TensorBoard`, or any other `Writer`.
 
@@ -41,9 +41,9 @@ class StatsWriter(reports.StatsWriter):
         every: int = 100,
         writers: Sequence[reports.Writer] = (),
     ) -> None:
-        reducer = reducer_of(source)
+        reducer = reducers_of(source)[0]
         super().__init__(
-            reducer.stats,
+            stats_of(source),
             rank=reducer.transport.global_rank(),
             first=reducer.participants.process_set.rank() == 0,
             writers=writers,

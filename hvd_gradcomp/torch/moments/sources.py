@@ -20,7 +20,7 @@ STORED = ("sample", "microbatch")  # sources whose moments buckets store; a step
 
 
 def source_of(
-    compressor: Compressor, named_parameters: Named, passes: int, tell: bool, how: str
+    compressor: Compressor, named_parameters: Named, passes: int, tell: bool, how: str | None
 ) -> str:
     """Return the source of second moments: "sample", "microbatch", "step", or "" if unused.
 
@@ -29,7 +29,8 @@ def source_of(
         named_parameters: those whose compressor uses moments.
         passes: backward passes for each exchange.
         tell: this rank warns if nothing better than "step" is set up.
-        how: the call that sets up per-sample moments, for messages.
+        how: the call that sets up per-sample moments, for messages; None if what is exchanged are
+            no gradients of samples.
 
     Raises:
         ValueError: the source that the compressor requests is not set up.
@@ -37,6 +38,14 @@ def source_of(
     if not compressor.uses_moments:
         return ""
     source = str(getattr(compressor, "moments", "auto"))
+    if how is None:
+        if source in STORED:
+            raise ValueError(
+                f"moments={source!r} are those of the gradients of samples, and what is exchanged "
+                f"is the change of parameters over several steps: pass moments='step'. It is "
+                f"{compressor}"
+            )
+        return "step"
     tracked = [tracker.is_tracked(p) for _, p in named_parameters]
     if source == "auto":
         if tracked and all(tracked):

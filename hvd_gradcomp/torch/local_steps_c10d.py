@@ -1,0 +1,89 @@
+"""`ddp.LocalSteps`: local steps over `torch.distributed`; see `local_steps`. No Horovod."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule
+from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.torch import ddp_checkpoint
+from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
+from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer, Outer
+from hvd_gradcomp.torch.reducer import Reducer
+from hvd_gradcomp.torch.tensor_exchange import Connection
+
+
+def LocalSteps(  # noqa: N802 - as over Horovod
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    every: int = 15,
+    outer: Outer = DILOCO,
+    compression: Any = None,
+    *,
+    warmup_steps: int = 0,
+    fragments: int = 1,
+    delay: int = 0,
+    blend: float | None = None,
+    named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
+    process_group: Any = None,
+    bucket_bytes: int | None = None,
+    nonfinite: str | None = None,
+) -> LocalStepsOptimizer:
+    """Wrap an optimizer so that each rank steps alone, and ranks exchange every so many steps.
+
+    As `hvd_gradcomp.torch.LocalSteps`, over `torch.distributed`. All ranks of the group call it.
+    The model is a plain module: with `DistributedDataParallel` around it ranks would exchange in
+    every step as well. Where ranks of a host are to do so, give `DistributedDataParallel` the group
+    of the host's ranks, and `process_group` here one rank of each host, in as many groups as a host
+    has ranks.
+
+    Args:
+        optimizer, named_parameters, every, outer, compression, warmup_steps, fragments, delay,
+            blend, named_buffers, bucket_bytes, nonfinite: as over Horovod.
+        process_group: the ranks that take part; None for all.
+
+    Returns:
+        A `torch.optim.Optimizer`; each rank saves its own `state_dict()`.
+
+    Raises:
+        ValueError: `torch.distributed` is not initialized; and as over Horovod.
+        TypeError, MismatchError, OutOfStepError, DivergedError, NonFiniteGradientError: as there.
+    """
+    if not dist.is_initialized():
+        raise ValueError("call torch.distributed.init_process_group() before ddp.LocalSteps(...)")
+    schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
+    group = ProcessGroup(process_group)
+    participants = Participants(group)
+
+    def connect(part: str) -> Connection:
+        return Connection(
+            C10dBackend(group, part),
+            participants,
+            _save,
+            ddp_checkpoint.load,
+            group.hang_up,
+        )
+
+    return LocalStepsOptimizer(
+        optimizer,
+        named_parameters,
+        connect,
+        schedule,
+        outer,
+        compression,
+        named_buffers=named_buffers,
+        bucket_bytes=bucket_bytes,
+        nonfinite=nonfinite,
+    )
+
+
+def _save(reducer: Reducer, mode: str) -> dict[str, Any]:
+    if mode != "sharded":
+        raise ValueError(
+            f"over torch.distributed each rank saves its own, mode='sharded', got {mode!r}"
+        )
+    return ddp_checkpoint.save(reducer)

@@ -1,0 +1,185 @@
+"""Exchange of a list of tensors at a place of the program that all ranks reach.
+
+What is exchanged is complete when it begins, so there is nothing of what gradients need that arrive
+one by one (`grad_synchronizer`): the ranks say which exchange it is, all programs start, and later
+all are run to their ends, in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.torch.bucket import Named
+from hvd_gradcomp.torch.bucketing import BucketPlanner
+from hvd_gradcomp.torch.options import ExchangeOptions
+from hvd_gradcomp.torch.reducer import Backend, Reducer
+from hvd_gradcomp.torch.step_sync import ConfigCheck
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Connection of this rank to the others, for one exchange.
+
+    Attributes:
+        transport: of its tensors.
+        participants: the ranks.
+        save: returns the reducer's state; takes the mode of a checkpoint.
+        load: loads such a state.
+        hang_up: lets ranks that wait for this one fail.
+    """
+
+    transport: Backend
+    participants: Participants
+    save: Callable[[Reducer, str], dict[str, Any]]
+    load: Callable[[Reducer, dict[str, Any]], None]
+    hang_up: Callable[[], None]
+
+
+class TensorExchange:
+    """Exchange of tensors of the shapes of some parameters; the mean over ranks is returned.
+
+    Args:
+        named_parameters: their names and shapes.
+        owners: the parameters of the model, if these are copies.
+        compressor: of all of them.
+        connection: to the other ranks.
+        options: of the exchange.
+        settings: that must be equal on all ranks.
+
+    Raises:
+        ValueError: the compressor cannot take these layers, or needs moments of samples, which
+            these tensors do not have.
+
+    Attributes:
+        reducer: of the buckets.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Named,
+        owners: Named,
+        compressor: Compressor,
+        connection: Connection,
+        options: ExchangeOptions,
+        settings: str,
+    ) -> None:
+        self._connection = connection
+        transport, participants = connection.transport, connection.participants
+        planner = BucketPlanner(
+            named_parameters,
+            compressor,
+            participants,
+            options,
+            name=transport.name,
+            tracking=None,
+            owners=owners,
+        )
+        if not planner.ordered:  # that of the model: there is no backward to learn it from
+            planner.reorder([name for name, _ in named_parameters])
+        scales = {"prescale": 1.0, "postscale": 1.0 / participants.rank_and_size[1]}
+        self.reducer = Reducer(planner, transport, participants, options, **scales)
+        self._check = ConfigCheck(self.reducer, settings)
+
+    @property
+    def started(self) -> bool:
+        """Return True from `start` to `finish`."""
+        return self.reducer.started
+
+    def compare(self, words: list[int]) -> dict[int, list[int]]:
+        """Gather some numbers of every rank, by rank; before the first time, compare all settings.
+
+        Raises:
+            MismatchError: on all ranks, if they do not train the same model in the same way.
+        """
+        self._check.agree()
+        every = self._check.gather(words, list[int])
+        process_set = self._connection.participants.process_set
+        return dict(zip(process_set.ranks or range(len(every)), every))
+
+    def compare_again(self) -> None:
+        """Compare the settings of all ranks again before the next exchange."""
+        self._check.reached = False
+
+    @torch.no_grad()
+    def start(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Start the exchange of these tensors, one for each parameter, which are copied.
+
+        Raises:
+            Exception: of a program; ranks that wait for this one fail.
+        """
+        reducer = self.reducer
+        reducer.begin_step()
+        reducer.planner.warn_if_unprofitable()
+        try:
+            for p, tensor in zip(reducer.planner.ordered_parameters, tensors):
+                reducer.mark_ready(p, tensor)
+        except Exception:
+            self._give_up()
+            raise
+
+    @torch.no_grad()
+    def finish(self) -> list[torch.Tensor] | None:
+        """End the exchange; return the mean of each tensor, None if it was undone on all ranks.
+
+        The results are valid until the next `start`.
+
+        Raises:
+            NonFiniteGradientError: on all ranks, if that is the policy.
+            Exception: of a program; ranks that wait for this one fail.
+        """
+        reducer = self.reducer
+        try:
+            while running := reducer.running:
+                reducer.resume(running)
+                others = [e for e in reducer.errors if not isinstance(e, NonFiniteGradientError)]
+                if others:
+                    raise others[0]
+            reducer.end_exchange()
+        except NonFiniteGradientError:
+            reducer.end_step()
+            raise
+        except Exception:
+            self._give_up()
+            raise
+        undone = reducer.undone
+        means = [reducer.reduced_grad(p) for p in reducer.planner.ordered_parameters]
+        reducer.end_step()
+        return None if undone else means
+
+    def abort(self) -> None:
+        """Drop an exchange that was started, on all ranks; the state is as before it."""
+        if self.started:
+            self.reducer.abort()
+
+    def _give_up(self) -> None:
+        self.reducer.abort()
+        self._connection.hang_up()
+
+    def save(self, mode: str) -> dict[str, Any]:
+        """Return the state, as it was before an exchange that was started."""
+        buckets = self.reducer.buckets
+        now = [bucket.state for bucket in buckets]
+        for bucket in buckets if self.started else ():
+            bucket.state = bucket.state if bucket.before is None else bucket.before
+        try:
+            return self._connection.save(self.reducer, mode)
+        finally:
+            for bucket, state in zip(buckets, now):
+                bucket.state = state
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Load a state of `save`.
+
+        Raises:
+            CheckpointError: it is of another format, compressor, model or number of ranks.
+        """
+        self.abort()
+        self._connection.load(self.reducer, saved)
+        self.compare_again()

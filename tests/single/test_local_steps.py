@@ -1,0 +1,568 @@
+"""Local steps on PyTorch: against the papers' pseudo-code and laws, with ranks as threads."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import hvd_gradcomp as gc
+from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule, OuterSGD, cut
+from hvd_gradcomp.checkpoint.schema import CheckpointError
+from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.monitoring.verify import DivergedError
+from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.torch.inspection import compression_stats, describe, verify
+from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
+from hvd_gradcomp.torch.step_sync import OutOfStepError
+from tests.oracles import local_steps as oracle
+from tests.thread_ranks import run
+
+SHAPES = {"a": (40,), "b": (8, 6), "c": (16,), "d": (24,)}
+SIZE = sum(int(np.prod(shape)) for shape in SHAPES.values())
+RATE = 0.05
+
+
+def numbers(*key):
+    return np.random.default_rng(key).normal(size=SIZE).astype(np.float32)
+
+
+START = numbers(0)
+
+
+def gradient(rank, step, x):
+    """Of a quadratic whose minimum is another one on each rank, with noise."""
+    return (x - numbers(1, rank)) * 0.7 + 0.3 * numbers(2, rank, step)
+
+
+def inner(rank, step, x):
+    return x - RATE * gradient(rank, step, x)
+
+
+class Net(torch.nn.Module):
+    def __init__(self, shapes=SHAPES):
+        super().__init__()
+        at = 0
+        for name, shape in shapes.items():
+            count = int(np.prod(shape))
+            values = torch.from_numpy(START[at : at + count].copy()).view(shape)
+            self.register_parameter(name, torch.nn.Parameter(values))
+            at += count
+        self.register_buffer("mean", torch.zeros(3))
+
+    def flat(self):
+        return torch.cat([p.detach().reshape(-1) for p in self.parameters()]).numpy()
+
+    def set_gradients(self, flat):
+        pieces = torch.from_numpy(flat).split([p.numel() for p in self.parameters()])
+        for p, piece in zip(self.parameters(), pieces):
+            p.grad = piece.view(p.shape).clone()
+
+
+def over(rank, net, schedule, outer=DILOCO, compression=None, optimizer=None, **more):
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), RATE)
+    named = net.named_parameters()
+    return LocalStepsOptimizer(optimizer, named, rank.connect, schedule, outer, compression, **more)
+
+
+def train(rank, net, optimizer, steps, first=1):
+    for step in range(first, first + steps):
+        net.set_gradients(gradient(rank.rank, step, net.flat()))
+        optimizer.step()
+
+
+def flat(tensors):
+    return torch.cat([x.detach().reshape(-1) for x in tensors]).numpy()
+
+
+def globals_of(optimizer):
+    return flat(c for fragment in optimizer._fragments for c in fragment.copies)
+
+
+def trained(size, steps, *how, **more):
+    """Return (parameters, global parameters) of each rank."""
+
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, *how, **more)
+        train(rank, net, optimizer, steps)
+        return net.flat(), globals_of(optimizer)
+
+    results = run(size, work)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("every", [1, 3, 7])
+def test_diloco_is_that_of_the_paper(ranks, every):
+    outer, own = oracle.diloco(START, inner, ranks, 15, every, 0.7, 0.9)
+    for rank, (mine, shared) in enumerate(trained(ranks, 15, LocalSchedule(every))):
+        np.testing.assert_allclose(shared, outer, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(mine, own[rank], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "delay", "blend"),
+    [(1, 2, 0.5), (2, 0, None), (2, 1, 0.0), (3, 5, 0.25), (4, 3, None)],
+)
+def test_streaming_is_that_of_the_paper(fragments, delay, blend):
+    sizes = [int(np.prod(shape)) for shape in SHAPES.values()]
+    ends = [0, *np.cumsum(sizes)]
+    parts = [slice(ends[r.start], ends[r.stop]) for r in cut(sizes, fragments)]
+    schedule = LocalSchedule(6, 0, fragments, delay, blend)
+    how = 0.7, 0.9, parts, delay, schedule.blend
+    outer, own = oracle.streaming(START, inner, 2, 25, 6, *how)
+    for rank, (mine, shared) in enumerate(trained(2, 25, schedule)):
+        np.testing.assert_allclose(shared, outer, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(mine, own[rank], rtol=1e-4, atol=1e-5)
+
+
+def test_sparse_loco_is_that_of_the_paper():
+    settings = gc.sparse_loco(every=4, chunk=64, k=4)
+    outer, residual = oracle.sparse_loco(START, inner, 2, 16, 4, 64, 4, 2, 0.95)
+
+    def work(rank):
+        net = Net({"whole": (SIZE,)})
+        how = LocalSchedule(settings["every"]), settings["outer"], settings["compression"]
+        optimizer = over(rank, net, *how)
+        train(rank, net, optimizer, 16)
+        (bucket,) = optimizer.reducers[0].buckets
+        return net.flat(), flat(bucket.cut(bucket.compressor.residual(bucket.state)))
+
+    for rank, (mine, kept) in enumerate(run(2, work)):
+        np.testing.assert_allclose(mine, outer, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(kept, residual[rank], rtol=1e-3, atol=1e-4)
+
+
+@given(st.integers(1, 4), st.integers(1, 12))
+@settings(max_examples=10, deadline=None)
+def test_after_each_step_and_without_momentum_it_is_averaging(ranks, steps):
+    """With SGD the mean of parameters is a step by the mean gradient."""
+    x = START.astype(np.float64)
+    for step in range(1, steps + 1):
+        x = x - RATE * np.mean([gradient(rank, step, x) for rank in range(ranks)], axis=0)
+    for mine, _ in trained(ranks, steps, LocalSchedule(1), OuterSGD(1.0, 0.0)):
+        np.testing.assert_allclose(mine, x, rtol=1e-4, atol=1e-5)
+
+
+FEEDBACK = [
+    gc.SparseGDCompressor(density=0.1),
+    gc.GradientDroppingCompressor(ratio=0.9),
+    gc.StromCompressor(tau=0.01),
+    gc.VarianceCompressor(alpha=1.0, moments="step", feedback_rounding=True),
+    gc.ChunkedTopKCompressor(chunk=32, k=3, decay=1.0),
+    gc.OneBitCompressor(),
+]
+
+
+@pytest.mark.parametrize("compression", FEEDBACK, ids=lambda c: type(c).__name__)
+def test_nothing_is_lost_over_rounds(compression):
+    """All pseudogradients so far are what was applied, and what is kept on the ranks."""
+    rounds, every, size = 5, 3, 2
+
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(every), OuterSGD(1.0, 0.0), compression)
+        total = np.zeros(SIZE)
+        for step in range(1, rounds * every + 1):
+            before = globals_of(optimizer) if optimizer.steps_made else START
+            net.set_gradients(gradient(rank.rank, step, net.flat()))
+            moved = inner(rank.rank, step, net.flat())
+            optimizer.step()
+            if step % every == 0:
+                total += before - moved
+        kept = np.zeros(SIZE)
+        for bucket in optimizer.reducers[0].buckets:
+            residual = bucket.compressor.residual(bucket.state)
+            order = dict(zip(bucket.layout.names, bucket.cut(residual)))
+            kept = flat(order[name] for name in SHAPES)
+        return total, kept, START - globals_of(optimizer)
+
+    results = run(size, work)
+    applied = results[0][2] * size
+    given = sum(total for total, _, _ in results)
+    kept = sum(kept for _, kept, _ in results)
+    np.testing.assert_allclose(applied + kept, given, atol=2e-3)
+
+
+def test_replicas_are_equal_after_each_exchange():
+    def work(rank):
+        net = Net()
+        how = LocalSchedule(4), DILOCO, gc.DGCCompressor(density=0.1, momentum=0.0)
+        adam = torch.optim.AdamW(net.parameters(), 0.01)
+        optimizer = over(rank, net, *how, optimizer=adam)
+        found = []
+        for step in range(1, 13):
+            train(rank, net, optimizer, 1, step)
+            found.append(net.flat())
+        verify(optimizer)
+        return found
+
+    first, second = run(2, work)
+    for step in range(1, 13):
+        assert np.array_equal(first[step - 1], second[step - 1]) == (step % 4 == 0)
+
+
+def test_warmup_averages_gradients():
+    def work(rank):
+        net = Net()
+        adam = torch.optim.AdamW(net.parameters(), 0.01)
+        optimizer = over(rank, net, LocalSchedule(3, warmup_steps=4), optimizer=adam)
+        train(rank, net, optimizer, 4)
+        return net.flat(), optimizer.exchanges, compression_stats(optimizer).bytes_sent
+
+    net, x = Net(), START
+    adam = torch.optim.AdamW(net.parameters(), 0.01)
+    for step in range(1, 5):
+        x = net.flat()
+        net.set_gradients((gradient(0, step, x) + gradient(1, step, x)) / 2)
+        adam.step()
+    for mine, exchanges, sent in run(2, work):
+        np.testing.assert_allclose(mine, net.flat(), rtol=1e-4, atol=1e-5)
+        assert exchanges == 0
+        assert sent == 4 * SIZE * 4
+
+
+def test_momentum_of_the_outer_optimizer_is_taken_over():
+    """DGC corrects it: sent in full, it is the outer optimizer's own."""
+
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(2), DILOCO, gc.DGCCompressor(density=1.0))
+        train(rank, net, optimizer, 8)
+        assert optimizer.outer.param_groups[0]["momentum"] == 0
+        state = optimizer.state_dict()["gradcomp"]["outer"]
+        assert state["param_groups"][0]["momentum"] == 0.9
+        return net.flat()
+
+    outer, _ = oracle.diloco(START, inner, 2, 8, 2, 0.7, 0.9)
+    for mine in run(2, work):
+        np.testing.assert_allclose(mine, outer, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("cut_at", [3, 5, 6, 7, 8, 9])
+@pytest.mark.parametrize(
+    "schedule",
+    [LocalSchedule(4), LocalSchedule(4, 2, 2, 2), LocalSchedule(6, 0, 3, 3, 0.0)],
+    ids=str,
+)
+def test_resumes_to_the_bit(schedule, cut_at):
+    """At any step, also while an exchange is on its way."""
+
+    def whole(rank, steps, resume):
+        net = Net()
+        adam = torch.optim.AdamW(net.parameters(), 0.02)
+        compressor = gc.SparseGDCompressor(density=0.1)
+        optimizer = over(rank, net, schedule, DILOCO, compressor, optimizer=adam)
+        if resume is not None:
+            net.load_state_dict(resume[0])
+            optimizer.load_state_dict(resume[1])
+        first = optimizer.steps_made + 1
+        train(rank, net, optimizer, steps, first)
+        states = [x.clone() for b in optimizer.reducers[0].buckets for _, x in leaves(b.state)]
+        return net, optimizer, states
+
+    def straight(rank):
+        net, optimizer, states = whole(rank, 16, None)
+        return net.flat(), globals_of(optimizer), states
+
+    def resumed(rank):
+        net, optimizer, _ = whole(rank, cut_at, None)
+        saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+        train(rank, net, optimizer, 2, cut_at + 1)  # saving has changed nothing
+        for fragment in optimizer._fragments:
+            fragment.exchange.abort()
+        net, optimizer, states = whole(rank, 16 - cut_at, saved)
+        return net.flat(), globals_of(optimizer), states
+
+    for left, right in zip(run(2, straight), run(2, resumed)):
+        assert not isinstance(right, Exception), right
+        np.testing.assert_array_equal(left[0], right[0])
+        np.testing.assert_array_equal(left[1], right[1])
+        for x, y in zip(left[2], right[2]):
+            assert torch.equal(x, y)
+
+
+def test_another_rank_s_state_gives_the_global_parameters():
+    saved = {}
+
+    def save(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(4))
+        train(rank, net, optimizer, 6)
+        saved[rank.rank] = optimizer.state_dict()
+        return globals_of(optimizer)
+
+    def load(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(4))
+        optimizer.load_state_dict(saved[0])
+        return net.flat()
+
+    (shared, _), (own, other) = run(2, save), run(2, load)
+    assert not np.array_equal(own, shared)
+    np.testing.assert_array_equal(other, shared)
+
+
+def test_what_was_saved_must_fit():
+    def work(rank):
+        net = Net()
+        saved = over(rank, net, LocalSchedule(4)).state_dict()
+        over(rank, net, LocalSchedule(5)).load_state_dict(saved)
+
+    (error,) = run(1, work)
+    assert isinstance(error, CheckpointError)
+    assert "every=4" in str(error) and "every=5" in str(error)
+
+
+def test_a_plain_optimizer_s_state_is_taken():
+    def work(rank):
+        net = Net()
+        plain = torch.optim.AdamW(net.parameters(), 0.01)
+        net.set_gradients(numbers(3))
+        plain.step()
+        saved = plain.state_dict()
+        adam = torch.optim.AdamW(net.parameters(), 0.01)
+        optimizer = over(rank, net, LocalSchedule(2), optimizer=adam)
+        optimizer.load_state_dict(saved)
+        train(rank, net, optimizer, 2)
+        return adam.state[net.a]["step"].item()
+
+    assert run(1, work) == [3.0]
+
+
+def errors_of(size, work):
+    results = run(size, work)
+    assert all(isinstance(result, Exception) for result in results), results
+    return results
+
+
+def test_different_numbers_of_steps_are_an_error_on_all_ranks():
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(4))
+        train(rank, net, optimizer, 3 + rank.rank)
+        optimizer.exchange() if rank.rank == 0 else None
+        train(rank, net, optimizer, 8)
+
+    for error in errors_of(2, work):
+        assert isinstance(error, OutOfStepError), error
+        assert "rank 0 after 3 steps in exchange()" in str(error)
+
+
+def test_other_settings_on_one_rank_are_an_error_on_all_ranks():
+    def work(rank):
+        net = Net()
+        train(rank, net, over(rank, net, LocalSchedule(4 + 4 * rank.rank)), 8)
+
+    for error in errors_of(2, work):
+        assert isinstance(error, MismatchError), error
+        assert "every=4" in str(error) and "every=8" in str(error)
+
+
+def test_other_parameters_on_one_rank_are_an_error_on_all_ranks():
+    def work(rank):
+        net = Net()
+        with torch.no_grad():
+            net.a[3] += rank.rank
+        train(rank, net, over(rank, net, LocalSchedule(4)), 4)
+
+    for error in errors_of(2, work):
+        assert isinstance(error, DivergedError), error
+
+
+def test_parameters_may_be_set_between_rounds():
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(2))
+        train(rank, net, optimizer, 2)
+        net.load_state_dict(Net().state_dict())
+        train(rank, net, optimizer, 1)
+        return globals_of(optimizer)
+
+    for found in run(2, work):
+        np.testing.assert_array_equal(found, START)
+
+
+def test_parameters_that_are_not_finite():
+    def work(rank, policy):
+        net = Net()
+        how = LocalSchedule(2), DILOCO, gc.SparseGDCompressor(density=0.1)
+        optimizer = over(rank, net, *how, nonfinite=policy)
+        train(rank, net, optimizer, 2)
+        before = globals_of(optimizer)
+        kept = [x.clone() for b in optimizer.reducers[0].buckets for _, x in leaves(b.state)]
+        with torch.no_grad():
+            net.b[0, 0] = float("nan") if rank.rank == 1 else net.b[0, 0]
+            optimizer._fragments[0].versions = None
+        train(rank, net, optimizer, 2, 3)
+        now = [x for b in optimizer.reducers[0].buckets for _, x in leaves(b.state)]
+        assert all(map(torch.equal, kept, now))
+        np.testing.assert_array_equal(net.flat(), before)
+        train(rank, net, optimizer, 2, 5)
+        return net.flat()
+
+    for error in errors_of(2, lambda rank: work(rank, None)):
+        assert isinstance(error, gc.NonFiniteGradientError)
+    first, second = run(2, lambda rank: work(rank, "skip"))
+    np.testing.assert_array_equal(first, second)
+    assert np.isfinite(first).all()
+
+
+def test_a_scaler_s_overflow_on_one_rank_keeps_ranks_together():
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(2))
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+        for step in range(1, 7):
+            net.zero_grad()
+            x = torch.cat([p.reshape(-1) for p in net.parameters()])
+            loss = (x * torch.from_numpy(gradient(rank.rank, step, net.flat()))).sum()
+            if step == 3 and rank.rank == 1:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return net.flat(), optimizer.steps_made, scaler.get_scale()
+
+    def alone(rank, step, x):
+        return x if (rank, step) == (1, 3) else inner(rank, step, x)
+
+    outer, _ = oracle.diloco(START, alone, 2, 6, 2, 0.7, 0.9)
+    results = run(2, work)
+    assert [scale for *_, scale in results] == [4.0, 2.0]
+    for mine, steps, _ in results:
+        assert steps == 6
+        np.testing.assert_allclose(mine, outer, rtol=1e-4, atol=1e-5)
+
+
+def test_schedulers_of_both_optimizers():
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(2))
+        inner_rate = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        outer_rate = torch.optim.lr_scheduler.StepLR(optimizer.outer, 1, 0.1)
+        for step in range(1, 5):
+            train(rank, net, optimizer, 1, step)
+            inner_rate.step()
+            if step % 2 == 0:
+                outer_rate.step()
+        return optimizer.param_groups[0]["lr"], optimizer.outer.param_groups[0]["lr"]
+
+    for rates in run(2, work):
+        assert rates == pytest.approx((RATE / 16, 0.007))
+
+
+def test_buffers_are_averaged_or_left():
+    def work(rank, averaged):
+        net = Net()
+        buffers = net.named_buffers() if averaged else None
+        optimizer = over(rank, net, LocalSchedule(2), named_buffers=buffers)
+        net.mean.fill_(rank.rank)
+        train(rank, net, optimizer, 2)
+        return net.mean[0].item()
+
+    assert run(2, lambda rank: work(rank, True)) == [0.5, 0.5]
+    assert run(2, lambda rank: work(rank, False)) == [0.0, 1.0]
+
+
+def test_half_precision_has_global_parameters_in_float32():
+    def work(rank):
+        net = Net().to(torch.bfloat16)
+        optimizer = over(rank, net, LocalSchedule(2))
+        for _ in range(4):
+            for p in net.parameters():
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        assert optimizer._fragments[0].copies[0].dtype == torch.float32
+        return net.a.detach().float().numpy()
+
+    first, second = run(2, work)
+    np.testing.assert_array_equal(first, second)
+
+
+def test_frozen_parameters_stay():
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(2))
+        train(rank, net, optimizer, 2)
+        net.c.requires_grad_(False)
+        before = net.c.detach().clone()
+        for step in (3, 4):
+            net.set_gradients(gradient(rank.rank, step, net.flat()))
+            net.c.grad = None
+            optimizer.step()
+        return torch.equal(before, net.c)
+
+    assert run(2, work) == [True, True]
+
+
+def test_statistics_count_local_steps():
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(4, fragments=2))
+        train(rank, net, optimizer, 8)
+        return compression_stats(optimizer), describe(optimizer)
+
+    for stats, table in run(2, work):
+        assert stats.steps == 8
+        assert stats.bytes_sent == 2 * SIZE * 4
+        assert stats.ratio == 4.0
+        assert set(stats.layers) == set(SHAPES)
+        assert all(name in table for name in SHAPES)
+
+
+def test_bad_settings():
+    def make(**more):
+        def work(rank):
+            net = Net()
+            how = {"schedule": LocalSchedule(2), "outer": DILOCO, "compression": None, **more}
+            over(rank, net, **how)
+
+        (error,) = run(1, work)
+        return str(error)
+
+    assert "outer=" in make(outer=0.7)
+    assert "nonfinite" in make(nonfinite="propagate")
+    assert "moments='step'" in make(compression=gc.VarianceCompressor(moments="microbatch"))
+    for bad in (
+        {"every": 0},
+        {"every": 2, "delay": 2},
+        {"every": 2, "fragments": 3},
+        {"blend": 1.0},
+    ):
+        with pytest.raises(ValueError, match=next(iter(reversed(bad)))):
+            LocalSchedule(**bad)
+    with pytest.raises(ValueError, match="momentum"):
+        OuterSGD(1.0, 0.0, nesterov=True)
+    with pytest.raises(ValueError, match="layers"):
+        cut([1], 2)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=30), st.data())
+@settings(max_examples=60, deadline=None)
+def test_fragments_are_all_layers_in_order(sizes, data):
+    fragments = data.draw(st.integers(1, len(sizes)))
+    parts = cut(sizes, fragments)
+    assert [place for part in parts for place in part] == list(range(len(sizes)))
+    assert all(len(part) for part in parts) and len(parts) == fragments
+
+
+@given(st.integers(1, 20), st.integers(0, 7), st.data())
+@settings(max_examples=60, deadline=None)
+def test_each_fragment_travels_once_a_round(every, warmup, data):
+    fragments = data.draw(st.integers(1, every))
+    delay = data.draw(st.integers(0, every - 1))
+    schedule = LocalSchedule(every, warmup, fragments, delay)
+    for first in range(warmup + 1, warmup + 3 * every):
+        sent = [f for step in range(first, first + every) for f in schedule.sends(step)]
+        assert sorted(sent) == list(range(fragments))
+    for step in range(1, 60):
+        assert schedule.applies(step + delay) == schedule.sends(step)
