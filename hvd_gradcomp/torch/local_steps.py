@@ -23,7 +23,7 @@ from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.torch.bucket import Named
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor
 from hvd_gradcomp.torch.options import ExchangeOptions
-from hvd_gradcomp.torch.reducer import sum_of_bits
+from hvd_gradcomp.torch.reducer import Reducer, sum_of_bits
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 from hvd_gradcomp.torch.tensor_exchange import Connection, TensorExchange
 
@@ -422,22 +422,23 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
     # -- what it keeps, and what it has done ---------------------------------------------------
 
     @property
-    def reducers(self) -> list[Any]:
+    def reducers(self) -> list[Reducer]:
         """Return the reducer of each fragment."""
         return [fragment.exchange.reducer for fragment in self._fragments]
+
+    @property
+    def other_reducers(self) -> list[Reducer]:
+        """Return those of gradients in the first steps, and of buffers."""
+        return [each.reducer for each in (self._warmup, self._averager) if each is not None]
 
     def stats(self) -> CompressionStats:
         """Return the measured traffic of this rank so far; `steps` are local steps.
 
         So `ratio` compares with an exchange of dense gradients in every step.
         """
-        exchanges = [fragment.exchange for fragment in self._fragments]
-        more = [each for each in (self._warmup, self._averager) if each is not None]
-        return combined(
-            [exchange.reducer.stats() for exchange in exchanges],
-            [exchange.reducer.stats() for exchange in more],
-            self.steps_made,
-        )
+        fragments = [reducer.stats() for reducer in self.reducers]
+        others = [reducer.stats() for reducer in self.other_reducers]
+        return combined(fragments, others, self.steps_made)
 
     def plain_state_dict(self) -> dict[str, Any]:
         """Return the state of the inner optimizer on this rank."""
@@ -459,9 +460,6 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             }
             for fragment in self._fragments
         ]
-        if mode == "consolidated":
-            for fragment in fragments:
-                fragment["local"] = fragment["sent"] = None
         outer = self.outer.state_dict()
         kept = {
             "schedule": repr(self.schedule),
@@ -475,7 +473,8 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             "warmup": None if self._warmup is None else self._warmup.save(mode),
             "buffers": None if self._averager is None else self._averager.save(mode),
         }
-        return {**self._inner.state_dict(), _KEPT: kept}
+        state = {**self._inner.state_dict(), _KEPT: kept}
+        return state if mode == "sharded" else common(state)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -487,41 +486,60 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: it is of another model, schedule, compressor or number of ranks.
         """
-        plain = {key: value for key, value in state_dict.items() if key != _KEPT}
         kept = state_dict.get(_KEPT)
         if kept is None:
-            self._inner.load_state_dict(plain)
+            self.load_inner(state_dict)
             self.restart()
             return
-        mine = {"schedule": repr(self.schedule), "names": self._names}
-        for what, value in mine.items():
-            if not isinstance(kept, dict) or kept.get(what) != value:
-                found = kept.get(what) if isinstance(kept, dict) else kept
-                raise CheckpointError(
-                    f"the state was saved with another {what}: {found}, and here it is {value}"
-                )
-        self._inner.load_state_dict(plain)
+        self._check_fits(kept)
+        self.load_inner(state_dict)
+        for fragment, saved in zip(self._fragments, kept["fragments"]):
+            fragment.exchange.load(saved["exchange"])
+        for exchange, name in ((self._warmup, "warmup"), (self._averager, "buffers")):
+            if exchange is not None and kept[name] is not None:
+                exchange.load(kept[name])
+        self.load_rounds(state_dict)
+
+    @torch.no_grad()
+    def load_rounds(self, state_dict: dict[str, Any]) -> None:
+        """Load what `load_state_dict` does but the inner optimizer and what compressors keep."""
+        kept = state_dict[_KEPT]
         self.outer.load_state_dict(kept["outer"])
         if self._transfer is not None:
             self._transfer.take()
         for fragment, saved in zip(self._fragments, kept["fragments"]):
-            fragment.exchange.load(saved["exchange"])
+            fragment.exchange.abort()
             for c, value in zip(fragment.copies, saved["global"]):
                 c.copy_(value)
-            own = _is_own(fragment.exchange, saved["exchange"])
-            fragment.sent = None
+            own, fragment.sent, fragment.versions = _is_own(fragment, saved), None, None
             if own and saved["sent"] is not None:
                 fragment.sent = [x.to(c.device) for x, c in zip(saved["sent"], fragment.copies)]
             if kept["started"]:
                 local = saved["local"] if own else saved["global"]
                 for p, value in zip(fragment.parameters, local):
                     p.copy_(value)
-            fragment.versions = None
-        for exchange, name in ((self._warmup, "warmup"), (self._averager, "buffers")):
-            if exchange is not None and kept[name] is not None:
-                exchange.load(kept[name])
         self._started = kept["started"]
         self.steps_made, self.exchanges = kept["steps"], kept["exchanges"]
+
+    def load_inner(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner optimizer's state alone."""
+        self._inner.load_state_dict({k: v for k, v in state_dict.items() if k != _KEPT})
+
+    def compare_again(self) -> None:
+        """Compare the settings of all ranks again before the next exchange."""
+        exchanges = [fragment.exchange for fragment in self._fragments]
+        for exchange in (*exchanges, self._warmup, self._averager):
+            if exchange is not None:
+                exchange.compare_again()
+
+    def _check_fits(self, kept: Any) -> None:
+        mine = {"schedule": repr(self.schedule), "names": self._names}
+        for what, value in mine.items():
+            found = kept.get(what) if isinstance(kept, dict) else kept
+            if found != value:
+                raise CheckpointError(
+                    f"the state was saved with another {what}: {found}, and here it is {value}"
+                )
 
 
 _WARMUP = -1  # said in the place of a fragment
@@ -588,7 +606,14 @@ def _gradient(p: torch.nn.Parameter) -> torch.Tensor:
     return p.grad.to_dense() if p.grad.is_sparse else p.grad
 
 
-def _is_own(exchange: TensorExchange, saved: Any) -> bool:
-    """Return True if a state was saved by this rank, and for it alone."""
-    process_set = exchange.reducer.participants.process_set
-    return saved.get("mode", "sharded") == "sharded" and saved["rank"] == process_set.rank()
+def _is_own(fragment: Fragment, saved: Any) -> bool:
+    """Return True if a fragment's state was saved by this rank, with its own parameters."""
+    process_set = fragment.exchange.reducer.participants.process_set
+    return saved["local"] is not None and saved["exchange"]["rank"] == process_set.rank()
+
+
+def common(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a state that all ranks may go on from: the global parameters' rounds."""
+    kept = state_dict[_KEPT]
+    fragments = [{**each, "local": None, "sent": None} for each in kept["fragments"]]
+    return {**state_dict, _KEPT: {**kept, "fragments": fragments}}

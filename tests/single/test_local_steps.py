@@ -126,13 +126,20 @@ def test_streaming_is_that_of_the_paper(fragments, delay, blend):
 
 def test_sparse_loco_is_that_of_the_paper():
     settings = gc.sparse_loco(every=4, chunk=64, k=4)
-    outer, residual = oracle.sparse_loco(START, inner, 2, 16, 4, 64, 4, 2, 0.95)
+    short = SIZE - 8  # the padding of a bucket is a chunk of its own otherwise
+
+    def first(rank, step, x):
+        return x - RATE * gradient(rank, step, np.pad(x, (0, 8)))[:short]
+
+    outer, residual = oracle.sparse_loco(START[:short], first, 2, 16, 4, 64, 4, 2, 0.95)
 
     def work(rank):
-        net = Net({"whole": (SIZE,)})
+        net = Net({"whole": (short,)})
         how = LocalSchedule(settings["every"]), settings["outer"], settings["compression"]
         optimizer = over(rank, net, *how)
-        train(rank, net, optimizer, 16)
+        for step in range(1, 17):
+            net.set_gradients(gradient(rank.rank, step, np.pad(net.flat(), (0, 8)))[:short])
+            optimizer.step()
         (bucket,) = optimizer.reducers[0].buckets
         return net.flat(), flat(bucket.cut(bucket.compressor.residual(bucket.state)))
 
