@@ -14,9 +14,9 @@ from hvd_gradcomp.torch import broadcast_objects
 from hvd_gradcomp.torch.broadcast_objects import RankInfo
 from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, synchronizer_of
-from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer, common
 from hvd_gradcomp.torch.optimizer_mixin import distributed
 from hvd_gradcomp.torch.reducer import LOGGER, Reducer, wait_for_copies
+from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer
 
 
 def broadcast_optimizer_state(
@@ -48,7 +48,7 @@ def broadcast_optimizer_state(
             has an exchange in flight.
         ValueError: there is no such root.
     """
-    if isinstance(optimizer, LocalStepsOptimizer):
+    if isinstance(optimizer, WrappedOptimizer):
         hand_out_rounds(optimizer, root_rank, process_set)
     else:
         hand_out(optimizer, root_rank, process_set)
@@ -109,17 +109,21 @@ def hand_out(
 
 
 def hand_out_rounds(
-    optimizer: LocalStepsOptimizer,
+    optimizer: WrappedOptimizer,
     root_rank: int,
     process_set: Any = horovod.global_process_set,
 ) -> None:
-    """Broadcast what ranks with local steps have in common; residuals stay with their rank."""
+    """Broadcast the state of an optimizer that exchanges in its `step`; see `hand_out`.
+
+    Residuals stay with their rank. With local steps all ranks go on from the root's global
+    parameters.
+    """
     names = [name for reducer in optimizer.reducers for name, _, _ in reducer.planner.layers]
-    said = RankInfo({"schedule": str(optimizer.schedule), "parameters": ", ".join(names)})
+    said = RankInfo({"optimizer": type(optimizer).__name__, "parameters": ", ".join(names)})
     broadcast_objects.agreed(
         "broadcast_optimizer_state", lambda: said, Optional[int], root_rank, process_set
     )
-    given = common(optimizer.state_dict()) if horovod.rank() == root_rank else None
+    given = optimizer.common_state_dict() if horovod.rank() == root_rank else None
     optimizer.load_state_dict(broadcast_objects.from_root(given, root_rank, process_set))
 
 

@@ -23,6 +23,7 @@ from hvd_gradcomp.torch.comm.horovod import gather_objects
 from hvd_gradcomp.torch.grad_synchronizer import synchronizer_of
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.reducer import LOGGER, Reducer, wait_for_copies
+from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer
 
 
 def save(reducer: Reducer, mode: str = "sharded") -> dict[str, Any]:
@@ -186,7 +187,7 @@ def make_rollback(item: Any) -> Callable[[], None]:
     Args:
         item: a module, an optimizer, or any other object with a `state_dict`.
     """
-    if isinstance(item, torch.optim.Optimizer) and not isinstance(item, LocalStepsOptimizer):
+    if isinstance(item, torch.optim.Optimizer) and not isinstance(item, WrappedOptimizer):
         return _rollback_of_optimizer(item)
     kept, known = copy.deepcopy(item.state_dict()), set(getattr(item, "__dict__", ()))
 
@@ -267,7 +268,7 @@ def save_checkpoint(
             if mode == "sharded":
                 own[name] = state
             continue
-        if synchronizer_of(item) is None:
+        if synchronizer_of(item) is None and not isinstance(item, WrappedOptimizer):
             shared[name] = item.state_dict() if hasattr(item, "state_dict") else item
             continue
         shared[name] = item.state_dict(mode=mode)

@@ -23,9 +23,9 @@ from hvd_gradcomp.torch.broadcast_state import hand_out, hand_out_rounds, plain_
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.comm.horovod import TITLES, gather_objects
 from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, synchronizer_of
-from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.optimizer import scales
 from hvd_gradcomp.torch.reducer import Reducer, wait_for_copies
+from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer
 
 __all__ = [
     "ElasticSampler",
@@ -69,8 +69,8 @@ class TorchState(Membership, _StockState):
         for name, handler in self._handlers.items():
             if synchronizer_of(handler.value) is not None:
                 self._handlers[name] = CompressedOptimizer(handler.value)
-            elif isinstance(handler.value, LocalStepsOptimizer):
-                self._handlers[name] = LocalRounds(handler.value)
+            elif isinstance(handler.value, WrappedOptimizer):
+                self._handlers[name] = ExchangingOptimizer(handler.value)
             elif type(handler) is ModelStateHandler:
                 self._handlers[name] = Model(handler.value)
         self.begin()
@@ -85,8 +85,8 @@ class TorchState(Membership, _StockState):
     def _place(self) -> tuple[int, int]:
         return horovod.rank(), horovod.local_rank()
 
-    def _compressed(self) -> list[CompressedOptimizer | LocalRounds]:
-        kinds = CompressedOptimizer, LocalRounds
+    def _compressed(self) -> list[CompressedOptimizer | ExchangingOptimizer]:
+        kinds = CompressedOptimizer, ExchangingOptimizer
         return [h for h in self._handlers.values() if isinstance(h, kinds)]
 
     def _squares(self) -> float:
@@ -179,14 +179,14 @@ class CompressedOptimizer(StateHandler):
         self._synchronizer.abandon()
 
 
-class LocalRounds(StateHandler):
-    """Handler of an optimizer with local steps.
+class ExchangingOptimizer(StateHandler):
+    """Handler of an optimizer that exchanges in its `step`: local steps, or momenta.
 
-    Survivors go back to the commit, with their own parameters and residuals, if all ranks survive.
-    Once a rank has come or gone, all go on from the global parameters of the commit.
+    With local steps survivors go back to the commit, with their own parameters and residuals; at
+    `sync` all ranks go on from the global parameters of the commit, and keep their residuals.
     """
 
-    def __init__(self, optimizer: LocalStepsOptimizer) -> None:
+    def __init__(self, optimizer: WrappedOptimizer) -> None:
         super().__init__(optimizer)
         for reducer in self.reducers:
             _require_all_ranks(reducer)
@@ -194,7 +194,8 @@ class LocalRounds(StateHandler):
 
     @property
     def reducers(self) -> list[Reducer]:
-        return [*self.value.reducers, *self.value.other_reducers]
+        reducers: list[Reducer] = self.value.all_reducers
+        return reducers
 
     def save(self) -> None:
         self._saved = copy.deepcopy(self.value.state_dict())

@@ -223,7 +223,7 @@ def test_warmup_averages_gradients():
         adam = torch.optim.AdamW(net.parameters(), 0.01)
         optimizer = over(rank, net, LocalSchedule(3, warmup_steps=4), optimizer=adam)
         train(rank, net, optimizer, 4)
-        return net.flat(), optimizer.exchanges, compression_stats(optimizer).bytes_sent
+        return net.flat(), optimizer.rounds, compression_stats(optimizer).bytes_sent
 
     net, x = Net(), START
     adam = torch.optim.AdamW(net.parameters(), 0.01)
@@ -231,9 +231,9 @@ def test_warmup_averages_gradients():
         x = net.flat()
         net.set_gradients((gradient(0, step, x) + gradient(1, step, x)) / 2)
         adam.step()
-    for mine, exchanges, sent in run(2, work):
+    for mine, rounds, sent in run(2, work):
         np.testing.assert_allclose(mine, net.flat(), rtol=1e-4, atol=1e-5)
-        assert exchanges == 0
+        assert rounds == 0
         assert sent == 4 * SIZE * 4
 
 
@@ -448,6 +448,29 @@ def test_a_scaler_s_overflow_on_one_rank_keeps_ranks_together():
     for mine, steps, _ in results:
         assert steps == 6
         np.testing.assert_allclose(mine, outer, rtol=1e-4, atol=1e-5)
+
+
+def test_an_exchange_that_is_asked_for():
+    """After different numbers of steps, and with none since the last exchange."""
+
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(4, fragments=2))
+        train(rank, net, optimizer, 4)
+        optimizer.exchange()
+        train(rank, net, optimizer, rank.rank, 5)
+        optimizer.exchange()
+        before = net.flat(), optimizer.steps_made, optimizer.outer.state_dict()
+        optimizer.exchange()
+        np.testing.assert_array_equal(net.flat(), before[0])
+        train(rank, net, optimizer, 4, 9)
+        optimizer.exchange()
+        return *before[:2], net.flat()
+
+    (first, made, end), (second, made_there, end_there) = run(2, work)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(end, end_there)
+    assert (made, made_there) == (4, 5)
 
 
 def test_schedulers_of_both_optimizers():
