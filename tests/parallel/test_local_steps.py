@@ -14,6 +14,7 @@ MESSAGES = {
     "start": "the global parameters of the ranks differ",
     "steps": "in exchange()",
     "samples": "moments='step'",
+    "momenta_of_sgd": "TypeError: MomentumExchange takes",
 }
 
 
@@ -27,6 +28,9 @@ def test_torch_over_horovod(ranks, backend, tmp_path):
             assert end == results[0]["methods"][name][1], name
             if result is not results[0]:
                 assert apart != results[0]["methods"][name][0], name
+        assert result["momenta"] == results[0]["momenta"]
+        for name, (whole, again) in result["momenta"].items():
+            assert whole == again, name
         assert result["stock"] < 1e-5
         for name, (whole, again) in result["resumed"].items():
             assert whole == again == results[0]["resumed"][name][0], name

@@ -731,6 +731,12 @@ def local_steps():
             optimizer.load_state_dict(saved[1])
         assert torch.equal(*ends[-2:]), compression
         assert ddp.compression_stats(optimizer).steps == 5
+    torch.manual_seed(1)
+    model = Model()
+    adam = torch.optim.AdamW(model.parameters(), 0.01)
+    momenta = ddp.MomentumExchange(adam, model.named_parameters(), TODAY[0], warmup_steps=2)
+    train(model, momenta, 5)
+    alike(vector(model))
     every = 2 + 2 * dist.get_rank()
     model = Model()
     other = ddp.LocalSteps(sgd(model), model.named_parameters(), every)

@@ -49,13 +49,13 @@ def weights(model):
     return digest(p.detach().numpy() for p in model.parameters())
 
 
-def loss_of(compression):
+def takes_no_samples(compression):
     return getattr(compression, "moments", "step") in ("step", "auto")
 
 
 def methods():
     ends = {}
-    for compression in [c for c in [*ONE_OF_EACH, *TODAY, LGC] if loss_of(c)]:
+    for compression in [c for c in [*ONE_OF_EACH, *TODAY, LGC] if takes_no_samples(c)]:
         print("method:", compression, flush=True)
         model, optimizer = local(compression, outer=hvd.OuterSGD(0.7, 0.9))
         train(model, optimizer, EVERY + 1)
@@ -133,6 +133,29 @@ def handed_out():
     return ends
 
 
+def momenta(folder):
+    """Adam that exchanges momenta: replicas are equal in each step; saved, resumed, handed out."""
+    ends = {}
+    for compression in [hvd.OneBitCompressor(), hvd.SparseGDCompressor(density=0.1), *TODAY[:3]]:
+        runs = []
+        for resumes in (False, True):
+            model = network()
+            adam = torch.optim.AdamW(model.parameters(), 0.01)
+            how = model.named_parameters(), compression, 3
+            optimizer = hvd.MomentumExchange(adam, *how)
+            if resumes:
+                hvd.load_checkpoint(Path(folder, "momenta"), optimizer=optimizer, model=model)
+                hvd.broadcast_optimizer_state(optimizer, 0)
+            else:
+                train(model, optimizer, 5)
+                hvd.save_checkpoint(Path(folder, "momenta"), optimizer=optimizer, model=model)
+            train(model, optimizer, 3, 5)
+            hvd.verify(optimizer)
+            runs.append(weights(model))
+        ends[repr(compression)] = runs
+    return ends
+
+
 def different():
     def every():
         model, optimizer = local(every=2 + 2 * hvd.rank())
@@ -157,7 +180,10 @@ def different():
     def samples():
         local(hvd.VarianceCompressor(moments="microbatch"))
 
-    cases = [every, not_finite, start, steps, samples]
+    def momenta_of_sgd():
+        hvd.MomentumExchange(torch.optim.SGD(network().parameters(), 0.1))
+
+    cases = [momenta_of_sgd, every, not_finite, start, steps, samples]
     return errors_of({case.__name__: case for case in cases})
 
 
@@ -173,6 +199,7 @@ def main(folder: str) -> None:
         "resumed": resumed(folder),
         "consolidated": consolidated(folder),
         "handed out": handed_out(),
+        "momenta": momenta(folder),
         "skipped": weights(model),
         "errors": different(),
     }
