@@ -23,7 +23,7 @@ from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.reducer import sum_of_bits
 from hvd_gradcomp.torch.step_sync import OutOfStepError
-from hvd_gradcomp.torch.tensor_exchange import Connection, TensorExchange
+from hvd_gradcomp.torch.tensor_exchange import Connection, RankSync, TensorExchange
 from hvd_gradcomp.torch.wrapped_optimizer import (
     KEPT,
     WrappedOptimizer,
@@ -145,8 +145,11 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self.outer = _outer_of(outer, copies)
         compressor, own = resolve_compressor(compression, self.outer, stock)
         self._transfer = None if own is None else MomentumTransfer(self.outer, *own)
-        settings = f"{schedule}, outer={_described(self.outer)}, {nonfinite=}, {bucket_bytes=}"
-        self._fragments = []
+        self._settings = settings = (
+            f"{schedule}, outer={_described(self.outer)}, {nonfinite=}, {bucket_bytes=}"
+        )
+        self._sync = RankSync(connect("sync"))
+        self._fragments: list[Fragment] = []
         for number, places in enumerate(cut([p.numel() for _, p in named], schedule.fragments)):
             own_named = [named[place] for place in places]
             held = [copies[place] for place in places]
@@ -165,7 +168,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self._averager = self._averaging(buffers, connect, "buffers") if buffers else None
         self._names = [name for name, _ in named]
         self.steps_made = self.rounds = self._clock = 0
-        self._started = False
+        self._started = self._loaded = False
 
     @staticmethod
     def _averaging(named: Any, connect: Callable[[str], Connection], name: str) -> TensorExchange:
@@ -199,8 +202,9 @@ class LocalStepsOptimizer(WrappedOptimizer):
             for fragment in self._fragments:
                 fragment.moved = True
         self._clock, self.steps_made = step, self.steps_made + 1
-        for number in self.schedule.applies(step) if self.schedule.delay else ():
-            self._apply(number)
+        for number in self.schedule.applies(step):
+            if self._fragments[number].sent is not None:  # not where exchange() has come between
+                self._apply(number)
         for number in self.schedule.sends(step):
             fragment = self._fragments[number]
             self._compare(fragment.exchange, number, False, fragment)
@@ -263,6 +267,9 @@ class LocalStepsOptimizer(WrappedOptimizer):
         if not self._started:
             self._started = True
             self._take_copies()
+        if self._loaded:
+            self._loaded = False
+            self._compare(None, _LOADED, False)
         for fragment in self._fragments:
             fragment.follow_changes()
             if fragment.sent is not None and not fragment.exchange.started:  # it was loaded
@@ -338,7 +345,11 @@ class LocalStepsOptimizer(WrappedOptimizer):
             buffer.copy_(mean)
 
     def _compare(
-        self, exchange: TensorExchange, what: int, asked: bool, fragment: Fragment | None = None
+        self,
+        exchange: TensorExchange | None,
+        what: int,
+        asked: bool,
+        fragment: Fragment | None = None,
     ) -> tuple[list[int], bool]:
         """Compare what the ranks are about to exchange.
 
@@ -351,16 +362,19 @@ class LocalStepsOptimizer(WrappedOptimizer):
             DivergedError: on all ranks, if their global parameters differ.
         """
         moved, digest = (0, 0) if fragment is None else (int(fragment.moved), fragment.digest())
-        words = [what, int(asked), exchange.reducer.steps, self._clock, moved, digest]
-        every = exchange.compare(words)
+        travels = sum(1 << n for n, each in enumerate(self._fragments) if each.sent is not None)
+        before = travels if exchange is None else exchange.reducer.steps
+        words = [what, int(asked), before, self._clock, moved, digest]
+        every = self._sync.gather(words)
         if len({(w, a, n, 0 if a else t) for w, a, n, t, *_ in every.values()}) > 1:
+            self._sync.compare_settings(self._settings)
             listed = ", ".join(
                 f"rank {rank} after {t} steps{' in exchange()' * a}, with {n} exchanges before it"
                 for rank, (_, a, n, t, *_) in every.items()
             )
             raise OutOfStepError(
                 f"the ranks are in different exchanges: {listed}. Call step() equally often on all "
-                "ranks, exchange() on all or none, and load the same checkpoint on all ranks"
+                "ranks, exchange() on all or none, and load the same checkpoint on all of them"
             )
         if len({digest for *_, digest in every.values()}) > 1:
             raise DivergedError(
@@ -369,6 +383,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
                 "same parameters at first, by broadcast_parameters or a seed, and call restart() "
                 "on all of them after setting parameters in mid-training"
             )
+        if exchange is not None:
+            exchange.agree()
         return [words[3] for words in every.values()], any(words[4] for words in every.values())
 
     # -- what it keeps, and what it has done ---------------------------------------------------
@@ -466,7 +482,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
                 local = saved["local"] if own else saved["global"]
                 for p, value in zip(fragment.parameters, local):
                     p.copy_(value)
-        self._started = kept["started"]
+        self._started, self._loaded = kept["started"], True
         self._clock = kept["clock"]
         self.steps_made, self.rounds = kept["steps"], kept["rounds"]
 
@@ -480,7 +496,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
                 )
 
 
-_WARMUP = -1  # said in the place of a fragment
+_WARMUP, _LOADED = -1, -2  # said in the place of a fragment
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

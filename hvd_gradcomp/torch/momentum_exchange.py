@@ -22,7 +22,7 @@ from hvd_gradcomp.core import validate
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.step_sync import OutOfStepError
-from hvd_gradcomp.torch.tensor_exchange import Connection, TensorExchange
+from hvd_gradcomp.torch.tensor_exchange import Connection, RankSync, TensorExchange
 from hvd_gradcomp.torch.wrapped_optimizer import KEPT, WrappedOptimizer, dense_gradient, named_of
 
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"  # as PyTorch's Adam calls them
@@ -78,7 +78,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
             )
         self._named = named_of(optimizer, named_parameters)
         self._warmup_steps, self._skips = warmup_steps, nonfinite == "skip"
-        settings = (
+        self._settings = settings = (
             f"{type(optimizer).__name__}, {warmup_steps=}, {bucket_bytes=}, {nonfinite=}, "
             f"betas={[group['betas'] for group in optimizer.param_groups]}"
         )
@@ -88,6 +88,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
             options = ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite="skip", scaler=False)
             return TensorExchange(self._named, self._named, what, connect(name), options, settings)
 
+        self._sync = RankSync(connect("sync"))
         self._dense = exchange("gradients", NoneCompressor())
         self._momenta = exchange("momenta", compressor)
         self.steps_made = self._skipped = 0
@@ -129,13 +130,15 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         return loss
 
     def _compare(self, exchange: TensorExchange) -> None:
-        every = exchange.compare([self.steps_made, self._skipped])
+        every = self._sync.gather([self.steps_made, self._skipped])
         if len({tuple(words) for words in every.values()}) > 1:
+            self._sync.compare_settings(self._settings)
             listed = ", ".join(f"rank {rank} after {made}" for rank, (made, _) in every.items())
             raise OutOfStepError(
                 f"the ranks have made different numbers of steps: {listed}. Call step() equally "
                 "often on all ranks, and load the same checkpoint on all of them"
             )
+        exchange.agree()
 
     def _gradients(self) -> list[torch.Tensor]:
         return [dense_gradient(p) for _, p in self._named]

@@ -194,10 +194,11 @@ class _Ranks:
         self._name, self._process_set = comm_horovod.TITLES.take(), process_set
         main = comm_horovod.HorovodBackend(self._name, process_set)
         self.participants = Participants(process_set, place, main.make_groups)
+        self._stalls = comm_horovod.waiting.among(process_set)
 
     def connect(self, part: str) -> Connection:
         """Return the connection for one exchange."""
         transport = comm_horovod.HorovodBackend(f"{self._name}.{part}", self._process_set)
         # Collectives have names: nothing else waits for those that a failed rank leaves out.
         how = checkpoint.save, checkpoint.load, lambda: None
-        return Connection(transport, self.participants, *how)
+        return Connection(transport, self.participants, *how, self._stalls)

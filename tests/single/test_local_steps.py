@@ -450,6 +450,22 @@ def test_a_scaler_s_overflow_on_one_rank_keeps_ranks_together():
         np.testing.assert_allclose(mine, outer, rtol=1e-4, atol=1e-5)
 
 
+def test_an_exchange_that_is_asked_for_while_another_is_on_its_way():
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(3, 0, 2, 1))
+        train(rank, net, optimizer, 4)
+        optimizer.exchange()
+        shared = net.flat()
+        train(rank, net, optimizer, 5, 5)
+        optimizer.exchange()
+        return shared, net.flat()
+
+    (shared, end), other = run(2, work)
+    np.testing.assert_array_equal(shared, other[0])
+    np.testing.assert_array_equal(end, other[1])
+
+
 def test_an_exchange_that_is_asked_for():
     """After different numbers of steps, and with none since the last exchange."""
 
