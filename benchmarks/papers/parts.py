@@ -35,6 +35,7 @@ class Row:
         base: the row that it is compared with.
         hook_rank: of PyTorch's PowerSGD hook, which then takes the compressor's place; 0: none.
         local: arguments of `LocalSteps`, as they are written; empty for an exchange in each step.
+        momenta: arguments of `MomentumExchange`; empty for an exchange of gradients.
     """
 
     key: str
@@ -53,6 +54,7 @@ class Row:
     base: str = ""
     hook_rank: int = 0
     local: str = ""
+    momenta: str = ""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -61,6 +63,7 @@ class Row:
         told |= {"length"} if self.length == 1 else set()  # rows of before have neither
         told |= {"hook_rank"} if self.hook_rank == 0 else set()
         told |= set() if self.local else {"local"}
+        told |= set() if self.momenta else {"momenta"}
         kept = {name: value for name, value in asdict(self).items() if name not in told}
         return {**kept, "phases": [*self.phases]}
 

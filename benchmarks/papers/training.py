@@ -162,9 +162,10 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
     hook = PowerSGDHook(model, row.hook_rank) if row.hook_rank else None
     if hook is not None:
         optimizer, forward, stats = plain, hook.model, hook.stats
-    elif row.local:
-        how = eval(f"dict({row.local})", vars(hvd_gradcomp))
-        optimizer = hvd.LocalSteps(plain, model.named_parameters(), compression=compressor, **how)
+    elif row.local or row.momenta:
+        wrap = hvd.LocalSteps if row.local else hvd.MomentumExchange
+        how = eval(f"dict({row.local or row.momenta})", vars(hvd_gradcomp))
+        optimizer = wrap(plain, model.named_parameters(), compression=compressor, **how)
         forward, stats = model, partial(hvd.compression_stats, optimizer)
     else:
         optimizer = hvd.DistributedOptimizer(
