@@ -38,6 +38,12 @@ def test_pytorch_on_two_hosts_of_two_ranks(tmp_path):
         assert result["rank 0's state"]
         whole, again, *_ = result["documented"]
         assert whole == again and result["documented"] == results[0]["documented"]
+        (here, end), (neighbour, _), (first, last) = (
+            each["local steps"] for each in (result, results[rank ^ 1], results[0])
+        )
+        assert here == neighbour and end == last
+        equal = [one == other for one, other in zip(here, first)]
+        assert rank < 2 or equal == [False, False, True, False, False, True]
         says(result["errors"], {**MESSAGES, "join": "nothing was raised"})
 
 

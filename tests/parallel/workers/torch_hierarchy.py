@@ -215,6 +215,24 @@ def sharded_elsewhere(folder):
     hvd.load_checkpoint(folder, model=model, optimizer=optimizer)
 
 
+def local_steps():
+    """Ranks of a host are equal in each step, hosts after each exchange; momenta in each step."""
+    model, _ = distributed(None)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.02)
+    optimizer = hvd.LocalSteps(
+        sgd, model.named_parameters(), 3, compression=STROM, hierarchical=True, bucket_bytes=2500
+    )
+    ends = []
+    for x in batches(6):
+        train(model, optimizer, [x])
+        ends.append(digest(p.numpy() for p in weights(model)))
+    hvd.verify(optimizer)
+    adam = torch.optim.AdamW(model.parameters(), 0.01)
+    how = model.named_parameters(), hvd.OneBitCompressor(), 2
+    train(model, hvd.MomentumExchange(adam, *how, hierarchical=True), batches(4))
+    return ends, digest(p.numpy() for p in weights(model))
+
+
 def main(folder: str, what: str) -> None:
     hvd.init(process_sets=None if what == "refused" else "dynamic")
     torch.set_num_threads(1)
@@ -242,6 +260,7 @@ def main(folder: str, what: str) -> None:
         "resumed": resumed(folder),
         "rank 0's state": rank_zeros_state(),
         "documented": documented(),
+        "local steps": local_steps(),
         "errors": errors_of(errors),
     }
     write(folder, hvd.rank(), result)
