@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
@@ -32,6 +32,9 @@ from hvd_gradcomp.tensorflow.layers import named_layers
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.reducer import LOGGER, GraphReducer
 from hvd_gradcomp.tensorflow.variables import keep_apart, new_variable, plain_variable
+
+if TYPE_CHECKING:
+    from keras.optimizers import Optimizer
 
 _NARROW = ("float16", "bfloat16")  # dtypes whose global variables are float32
 _NOTHING, _MEANS, _NOT_FINITE = range(3)  # what is on its way, of a fragment
@@ -225,7 +228,7 @@ class LocalSteps(tf.Module):
         delay: int = 0,
         blend: float | None = None,
         buffers: Sequence[Any] | None = None,
-        optimizer: Any = None,
+        optimizer: Optimizer | None = None,
         process_set: Any = horovod.global_process_set,
         nonfinite: str | None = None,
     ) -> None:
@@ -302,12 +305,12 @@ class LocalSteps(tf.Module):
         )
         zeros = [tf.zeros(shape, dtype) for _, shape, dtype in layers]
 
-        def variables(name: str) -> list[tf.Variable]:
+        def created(name: str) -> list[tf.Variable]:
             return [new_variable(f"gradcomp_{name}", zero) for zero in zeros]
 
-        copies = variables("global")
-        velocities = variables("velocity") if self._outer.momentum else []
-        means = variables("mean") if self.schedule.delay else []
+        copies = created("global")
+        velocities = created("velocity") if self._outer.momentum else []
+        means = created("mean") if self.schedule.delay else []
         fragment = Fragment(sources, reducer, copies, velocities, means)
         fragment.take_copies()
         return fragment
@@ -513,7 +516,8 @@ class LocalSteps(tf.Module):
             horovod=horovod_version,
         )
         found = self._gather(own, config_check.Description)
-        config_check.agree(found, self._process_set.ranks)
+        advice = "Give LocalSteps the same variables and arguments on all ranks"
+        config_check.agree(found, self._process_set.ranks, advice)
         self._agreed = True
 
     def _compare(self, number: int, asked: bool) -> list[_Round]:
