@@ -34,6 +34,8 @@ class Row:
         length: of the training, in lengths of those of the other parts.
         base: the row that it is compared with.
         hook_rank: of PyTorch's PowerSGD hook, which then takes the compressor's place; 0: none.
+        local: arguments of `LocalSteps`, as they are written; empty for an exchange in each step.
+        momenta: arguments of `MomentumExchange`; empty for an exchange of gradients.
     """
 
     key: str
@@ -51,6 +53,8 @@ class Row:
     length: float = 1.0
     base: str = ""
     hook_rank: int = 0
+    local: str = ""
+    momenta: str = ""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -58,6 +62,8 @@ class Row:
         told = {"key", "title", "paper", "base"}
         told |= {"length"} if self.length == 1 else set()  # rows of before have neither
         told |= {"hook_rank"} if self.hook_rank == 0 else set()
+        told |= set() if self.local else {"local"}
+        told |= set() if self.momenta else {"momenta"}
         kept = {name: value for name, value in asdict(self).items() if name not in told}
         return {**kept, "phases": [*self.phases]}
 

@@ -162,6 +162,11 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
     hook = PowerSGDHook(model, row.hook_rank) if row.hook_rank else None
     if hook is not None:
         optimizer, forward, stats = plain, hook.model, hook.stats
+    elif row.local or row.momenta:
+        wrap = hvd.LocalSteps if row.local else hvd.MomentumExchange
+        how = eval(f"dict({row.local or row.momenta})", vars(hvd_gradcomp))
+        optimizer = wrap(plain, model.named_parameters(), compression=compressor, **how)
+        forward, stats = model, partial(hvd.compression_stats, optimizer)
     else:
         optimizer = hvd.DistributedOptimizer(
             plain, model.named_parameters(), compression=compressor
@@ -212,6 +217,8 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
                 if corrected is not None:
                     corrected.step(looks[-1][1])
     marks.append((stats(), time.process_time() - looked))
+    if row.local:
+        optimizer.exchange()
     if tracker is not None:
         tracker.remove()
     if hook is not None:

@@ -13,7 +13,7 @@ import click
 
 from hvd_gradcomp.algorithms.dense import FP16Compressor, NoneCompressor
 from hvd_gradcomp.cli import advised, launching, options, output
-from hvd_gradcomp.cli.advised import HOSTS
+from hvd_gradcomp.cli.advised import EVERY, HOSTS
 from hvd_gradcomp.cli.bench import DENSE, about, warm_up_rounds
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
@@ -397,6 +397,7 @@ def _advice(
                 "step_ms": 1e3 * estimate.step.middle,
                 "step_span_ms": [1e3 * x for x in estimate.step],
                 "faster": list(estimate.faster) if what is not cases[0] else [1.0, 1.0, 1.0],
+                "local_ms": {n: 1e3 * (compute + estimate.exchange.middle / n) for n in EVERY},
                 "pays_below": None if what is cases[0] else estimate.pays_below.middle,
                 "pays_below_span": None if what is cases[0] else list(estimate.pays_below),
             }

@@ -15,6 +15,7 @@ from hvd_gradcomp.tuning import advice
 from hvd_gradcomp.tuning.advice import Verdict
 
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+EVERY = (1, 4, 15, 30, 100)  # local steps between two exchanges
 
 
 def text(advised: dict[str, Any], verdict: Verdict) -> str:
@@ -40,6 +41,7 @@ def text(advised: dict[str, Any], verdict: Verdict) -> str:
     parts += options.moments_used([row["way"] for row in rows], advised["moments"])
     parts.append(hosts(rows[1:]))
     parts.append(options.wrapped(by_hosts(rows)))
+    parts.append(local_steps(rows))
     if measured:
         parts.append(f"median error of the model: {advised['median_error']:.0%}")
     told = said(verdict, rows[0], advised["bandwidth"], beyond)
@@ -132,6 +134,18 @@ def hosts(rows: Sequence[dict[str, Any]]) -> str:
     head = ("faster on hosts:", *map(str, HOSTS))
     return options.table(
         head, [(row["way"], *(cell(row["hosts"][n]) for n in HOSTS)) for row in rows]
+    )
+
+
+def local_steps(rows: Sequence[dict[str, Any]]) -> str:
+    """Format the mean time of a step with local steps, by their number.
+
+    An exchange that nothing overlaps with, after every so many steps, on top of forward and
+    backward; what the outer optimizer takes is left out.
+    """
+    head = ("step, ms, with\nlocal steps:", *map(str, EVERY))
+    return options.table(
+        head, [(row["way"], *(figure(row["local_ms"][n]) for n in EVERY)) for row in rows]
     )
 
 

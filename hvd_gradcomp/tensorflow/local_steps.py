@@ -48,7 +48,7 @@ class _Round(NamedTuple):
         fragment: that is exchanged.
         asked: True in `exchange()`.
         exchanges: of this fragment so far.
-        steps: local steps so far.
+        clock: steps that the schedule counts.
         moved: steps since the fragment was equal to the global variables.
         digest: of the global variables.
     """
@@ -56,7 +56,7 @@ class _Round(NamedTuple):
     fragment: int
     asked: bool
     exchanges: int
-    steps: int
+    clock: int
     moved: int
     digest: int
 
@@ -276,14 +276,16 @@ class LocalSteps(tf.Module):
             self._buffers = BufferAverage(averaged, self._averaging("buffers", layers))
         zero, zeros = tf.constant(0, tf.int64), tf.zeros((fragments,), tf.int64)
         self._steps = new_variable("gradcomp_local_steps", zero)
-        self._exchanges = new_variable("gradcomp_local_exchanges", zero)
+        self._clock = new_variable("gradcomp_local_clock", zero)  # steps that the schedule counts
+        self._rounds = new_variable("gradcomp_local_rounds", zero)
         self._moved = new_variable("gradcomp_local_moved", zeros)
         self._sent = new_variable("gradcomp_local_sent", zeros)
         self.learning_rate = new_variable("gradcomp_outer_rate", tf.constant(outer.lr, tf.float64))
         held = [v for f in self._fragments for v in (*f.copies, *f.velocities, *f.means)]
         reducers = *self.reducers, *self.others
         self.kept = [*held, *(v for reducer in reducers for v in reducer.variables)]
-        for v in (*variables, *(() if optimizer is None else optimizer.variables)):
+        inner = () if optimizer is None else optimizer.variables
+        for v in (self._steps, *variables, *inner):
             if isinstance(plain_variable(v), tf.Variable):
                 keep_apart(plain_variable(v))
 
@@ -348,14 +350,14 @@ class LocalSteps(tf.Module):
             return list(gradients)
         self._agree()
         if tf.executing_eagerly():
-            return warmup.reduce(gradients) if self._warms_up() else list(gradients)
+            return warmup.reduce(gradients) if self.warms_up else list(gradients)
         dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
         present = [g for g in dense if g is not None]
 
         def average() -> list[Any]:
             return [g for g in warmup.reduce(dense) if g is not None]
 
-        averages = tf.cond(self._steps < self.schedule.warmup_steps, average, lambda: present)
+        averages = tf.cond(self._clock < self.schedule.warmup_steps, average, lambda: present)
         rest = iter(averages)
         return [None if g is None else next(rest) for g in dense]
 
@@ -374,9 +376,10 @@ class LocalSteps(tf.Module):
             RuntimeError: in a graph that is traced.
         """
         _require_eager("step")
-        first = self.steps_made + 1
+        self._steps.assign_add(steps)
+        first = int(self._clock) + 1
         for step in range(first, first + steps):
-            self._steps.assign(step)
+            self._clock.assign(step)
             if self.schedule.warms_up(step):
                 if step == self.schedule.warmup_steps:
                     self._take_copies()
@@ -410,13 +413,13 @@ class LocalSteps(tf.Module):
         most = 0
         for number, fragment in enumerate(self._fragments):
             rounds = self._compare(number, asked=True)
-            most = max(r.steps for r in rounds)
+            most = max(r.clock for r in rounds)
             if any(r.moved for r in rounds):
                 self._apply(number, self._reduce(number))
                 self._hand_out(fragment, number, 0.0)
         every, alone = self.schedule.every, most - self.schedule.warmup_steps
         if alone > 0:
-            self._steps.assign(self.schedule.warmup_steps + -(-alone // every) * every)
+            self._clock.assign(self.schedule.warmup_steps + -(-alone // every) * every)
 
     def restart(self) -> None:
         """Take this rank's variables as the global ones, after they were set in mid-training.
@@ -487,7 +490,7 @@ class LocalSteps(tf.Module):
         assert blend is not None
         self._hand_out(fragment, number, blend)
         if number == len(self._fragments) - 1:
-            self._exchanges.assign_add(1)
+            self._rounds.assign_add(1)
             if self._buffers is not None:
                 self._buffers.average()
 
@@ -534,15 +537,15 @@ class LocalSteps(tf.Module):
             number,
             asked,
             int(fragment.reducer.steps),
-            self.steps_made,
+            int(self._clock),
             int(self._moved[number]),
             zlib.crc32(digests.numpy().tobytes()),
         )
         rounds: list[_Round] = self._gather(own, _Round)
         ranks = self._process_set.ranks or range(len(rounds))
-        if len({(*r[:3], 0 if r.asked else r.steps) for r in rounds}) > 1:
+        if len({(*r[:3], 0 if r.asked else r.clock) for r in rounds}) > 1:
             listed = ", ".join(
-                f"rank {rank} after {r.steps} steps{' in exchange()' * r.asked}, with "
+                f"rank {rank} after {r.clock} steps{' in exchange()' * r.asked}, with "
                 f"{r.exchanges} exchanges before it"
                 for rank, r in zip(ranks, rounds)
             )
@@ -567,9 +570,14 @@ class LocalSteps(tf.Module):
         return int(self._steps)
 
     @property
-    def exchanges(self) -> int:
+    def rounds(self) -> int:
         """Return how often pseudogradients of the whole model were applied so far."""
-        return int(self._exchanges)
+        return int(self._rounds)
+
+    @property
+    def warms_up(self) -> bool:
+        """Return True if gradients are averaged in the next step."""
+        return self.schedule.warms_up(int(self._clock) + 1)
 
     @property
     def is_exchanged(self) -> bool:
@@ -591,9 +599,6 @@ class LocalSteps(tf.Module):
     def global_variables(self) -> list[list[tf.Variable]]:
         """Return the global variables of each fragment."""
         return [fragment.copies for fragment in self._fragments]
-
-    def _warms_up(self) -> bool:
-        return self.schedule.warms_up(self.steps_made + 1)
 
 
 def _require_eager(method: str) -> None:

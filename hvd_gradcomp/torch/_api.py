@@ -22,7 +22,6 @@ from hvd_gradcomp.torch.broadcast_objects import broadcast_parameters
 from hvd_gradcomp.torch.broadcast_state import broadcast_optimizer_state
 from hvd_gradcomp.torch.checkpoint import load_checkpoint, save_checkpoint
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
-from hvd_gradcomp.torch.local_steps_horovod import LocalSteps
 from hvd_gradcomp.torch.lr_scheduler import EGCScheduler
 from hvd_gradcomp.torch.moments.tracker import MomentTracker, track_moments
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer
@@ -30,6 +29,7 @@ from hvd_gradcomp.torch.probing import Probe
 from hvd_gradcomp.torch.stats_writer import StatsWriter
 from hvd_gradcomp.torch.step_sync import GradientChangedError, OutOfStepError
 from hvd_gradcomp.torch.uneven_inputs import join
+from hvd_gradcomp.torch.wrapped_horovod import LocalSteps, MomentumExchange
 
 # Already replaced in Horovod's modules, see `comm.recorded`.
 barrier, synchronize, shutdown = _horovod.barrier, _horovod.synchronize, _horovod.shutdown

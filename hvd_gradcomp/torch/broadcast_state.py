@@ -16,6 +16,7 @@ from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, synchronizer_of
 from hvd_gradcomp.torch.optimizer_mixin import distributed
 from hvd_gradcomp.torch.reducer import LOGGER, Reducer, wait_for_copies
+from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer
 
 
 def broadcast_optimizer_state(
@@ -32,7 +33,8 @@ def broadcast_optimizer_state(
     the compressor's replicated state, and the totals of `compression_stats`. A rank's own state
     (residuals, momenta) stays if the rank has made as many steps as the root. Otherwise it begins
     empty, and the root logs a warning: the `state_dict` of one rank has only its own.
-    `save_checkpoint` saves that of all ranks.
+    `save_checkpoint` saves that of all ranks. With `LocalSteps` all ranks go on from the root's
+    global parameters, which the model gets, and from its inner optimizer's state.
 
     Args:
         optimizer: any. For compressor state, the one that `DistributedOptimizer` has returned.
@@ -46,7 +48,10 @@ def broadcast_optimizer_state(
             has an exchange in flight.
         ValueError: there is no such root.
     """
-    hand_out(optimizer, root_rank, process_set)
+    if isinstance(optimizer, WrappedOptimizer):
+        hand_out_rounds(optimizer, root_rank, process_set)
+    else:
+        hand_out(optimizer, root_rank, process_set)
     if not optimizer.state:
         _zero_gradients(optimizer, model)
 
@@ -101,6 +106,25 @@ def hand_out(
     wrapping.retake_momentum()
     if here == root_rank:
         _report(reducer, root_rank, others if alone and not elastic else [], anew)
+
+
+def hand_out_rounds(
+    optimizer: WrappedOptimizer,
+    root_rank: int,
+    process_set: Any = horovod.global_process_set,
+) -> None:
+    """Broadcast the state of an optimizer that exchanges in its `step`; see `hand_out`.
+
+    Residuals stay with their rank. With local steps all ranks go on from the root's global
+    parameters.
+    """
+    names = [name for reducer in optimizer.reducers for name, _, _ in reducer.planner.layers]
+    said = RankInfo({"optimizer": type(optimizer).__name__, "parameters": ", ".join(names)})
+    broadcast_objects.agreed(
+        "broadcast_optimizer_state", lambda: said, Optional[int], root_rank, process_set
+    )
+    given = optimizer.common_state_dict() if horovod.rank() == root_rank else None
+    optimizer.load_state_dict(broadcast_objects.from_root(given, root_rank, process_set))
 
 
 def hand_out_plain(optimizer: torch.optim.Optimizer, root_rank: int, process_set: Any) -> None:

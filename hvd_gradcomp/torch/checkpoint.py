@@ -21,7 +21,9 @@ from hvd_gradcomp.torch.bucketing import Plan
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.comm.horovod import gather_objects
 from hvd_gradcomp.torch.grad_synchronizer import synchronizer_of
+from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.reducer import LOGGER, Reducer, wait_for_copies
+from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer
 
 
 def save(reducer: Reducer, mode: str = "sharded") -> dict[str, Any]:
@@ -185,7 +187,7 @@ def make_rollback(item: Any) -> Callable[[], None]:
     Args:
         item: a module, an optimizer, or any other object with a `state_dict`.
     """
-    if isinstance(item, torch.optim.Optimizer):
+    if isinstance(item, torch.optim.Optimizer) and not isinstance(item, WrappedOptimizer):
         return _rollback_of_optimizer(item)
     kept, known = copy.deepcopy(item.state_dict()), set(getattr(item, "__dict__", ()))
 
@@ -241,7 +243,8 @@ def save_checkpoint(
             files.
         mode: "sharded" saves each rank's compressor state, and resumes bit-exactly with the same
             number of ranks. "consolidated" saves the sum over ranks, in one file, and resumes with
-            any number of ranks, each of which takes its share.
+            any number of ranks, each of which takes its share. With `LocalSteps` these begin with
+            the global parameters: call its `exchange()` before, or the steps since are lost.
         process_set: the ranks that take part.
         objects: by name. An object with a `state_dict` (model, optimizer, scheduler, scaler) is
             saved by it; numbers, strings, tensors, and lists and dicts of them as they are. Must be
@@ -259,7 +262,13 @@ def save_checkpoint(
     own: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     for name, item in objects.items():
-        if synchronizer_of(item) is None:
+        if isinstance(item, LocalStepsOptimizer):  # between exchanges all of it is a rank's own
+            state = item.state_dict(mode)
+            shared[name] = state if mode == "consolidated" else {}
+            if mode == "sharded":
+                own[name] = state
+            continue
+        if synchronizer_of(item) is None and not isinstance(item, WrappedOptimizer):
             shared[name] = item.state_dict() if hasattr(item, "state_dict") else item
             continue
         shared[name] = item.state_dict(mode=mode)
@@ -308,8 +317,9 @@ def load_checkpoint(
             )
         states = {name: saved.pop(name) for name in objects}
         for name, item in objects.items():
+            local = isinstance(item, LocalStepsOptimizer)
             if own is not None and name in own:
-                states[name] = {**states[name], "gradcomp": own[name]}
+                states[name] = own[name] if local else {**states[name], "gradcomp": own[name]}
             synchronizer = synchronizer_of(item)
             if synchronizer is not None:
                 # As loading does; a rollback leaves out what joins here.
@@ -317,7 +327,10 @@ def load_checkpoint(
         undos: list[Callable[[], None]] = []
 
         def take() -> dict[str, Any]:
-            for name, item in objects.items():
+            # Local steps last: they set a rank's own parameters, the model's are rank 0's.
+            last = sorted(objects, key=lambda name: isinstance(objects[name], LocalStepsOptimizer))
+            for name in last:
+                item = objects[name]
                 undos.append(make_rollback(item))
                 try:
                     item.load_state_dict(states[name])

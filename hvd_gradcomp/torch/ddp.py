@@ -41,7 +41,6 @@ from hvd_gradcomp.torch.bucket import Named, as_real
 from hvd_gradcomp.torch.bucketing import BucketPlanner, layers_of
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
-from hvd_gradcomp.torch.local_steps_c10d import LocalSteps
 from hvd_gradcomp.torch.moments.tracker import track_moments
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor
 from hvd_gradcomp.torch.options import ExchangeOptions
@@ -49,6 +48,7 @@ from hvd_gradcomp.torch.probing import Probe
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.stats_writer import StatsWriter
 from hvd_gradcomp.torch.step_sync import OutOfStepError
+from hvd_gradcomp.torch.wrapped_c10d import LocalSteps, MomentumExchange
 
 __all__ = [
     "CheckpointError",
@@ -58,6 +58,7 @@ __all__ = [
     "JSONLines",
     "LocalSteps",
     "MismatchError",
+    "MomentumExchange",
     "NonFiniteGradientError",
     "OutOfStepError",
     "Probe",

@@ -19,12 +19,13 @@ from hvd_gradcomp.core.compressor import State, is_replicated, leaves, with_leav
 from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, RankState
 from hvd_gradcomp.torch import checkpoint
 from hvd_gradcomp.torch.broadcast_objects import from_root
-from hvd_gradcomp.torch.broadcast_state import hand_out, plain_state
+from hvd_gradcomp.torch.broadcast_state import hand_out, hand_out_rounds, plain_state
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.comm.horovod import TITLES, gather_objects
 from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, synchronizer_of
 from hvd_gradcomp.torch.optimizer import scales
 from hvd_gradcomp.torch.reducer import Reducer, wait_for_copies
+from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer
 
 __all__ = [
     "ElasticSampler",
@@ -68,6 +69,8 @@ class TorchState(Membership, _StockState):
         for name, handler in self._handlers.items():
             if synchronizer_of(handler.value) is not None:
                 self._handlers[name] = CompressedOptimizer(handler.value)
+            elif isinstance(handler.value, WrappedOptimizer):
+                self._handlers[name] = ExchangingOptimizer(handler.value)
             elif type(handler) is ModelStateHandler:
                 self._handlers[name] = Model(handler.value)
         self.begin()
@@ -82,11 +85,12 @@ class TorchState(Membership, _StockState):
     def _place(self) -> tuple[int, int]:
         return horovod.rank(), horovod.local_rank()
 
-    def _compressed(self) -> list[CompressedOptimizer]:
-        return [h for h in self._handlers.values() if isinstance(h, CompressedOptimizer)]
+    def _compressed(self) -> list[CompressedOptimizer | ExchangingOptimizer]:
+        kinds = CompressedOptimizer, ExchangingOptimizer
+        return [h for h in self._handlers.values() if isinstance(h, kinds)]
 
     def _squares(self) -> float:
-        return sum(_squares(handler.reducer) for handler in self._compressed())
+        return sum(_squares(r) for handler in self._compressed() for r in handler.reducers)
 
     def _committed(self) -> Any:
         # A handler binds new copies when it saves, so a shallow copy of it keeps the old ones.
@@ -122,15 +126,11 @@ class Model(StateHandler):
 
 
 class CompressedOptimizer(StateHandler):
-    """Handler of an optimizer of this package."""
+    """Handler of an optimizer that exchanges gradients."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
-        if self.reducer.participants.process_set is not horovod.global_process_set:
-            raise ValueError(
-                "elastic training exchanges over all ranks: a process set does not outlive a "
-                "reset. Make DistributedOptimizer without process_set="
-            )
+        _require_all_ranks(self.reducer)
         self.save()
 
     @property
@@ -142,6 +142,10 @@ class CompressedOptimizer(StateHandler):
     @property
     def reducer(self) -> Reducer:
         return self._synchronizer.reducer
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        return [self.reducer]
 
     def save(self) -> None:
         wait_for_copies(self.reducer.buckets)
@@ -165,33 +169,97 @@ class CompressedOptimizer(StateHandler):
 
     def forget(self) -> None:
         """Reset this rank's own state, but not replicated fields, to that before the first step."""
-        ranks = self.reducer.participants.process_set.size()
-        for bucket in self.reducer.buckets:
-            fresh = leaves(bucket.compressor.start(bucket.ops, bucket.layout, ranks))
-            values = [
-                x if is_replicated(bucket.compressor, path) else new
-                for (path, x), (_, new) in zip(leaves(bucket.state), fresh)
-            ]
-            bucket.state = with_leaves(bucket.state, values)
+        _forget(self.reducer)
 
     def resize(self) -> None:
         """Adapt scales and compressor state to the number of ranks."""
-        reducer, optimizer = self.reducer, self.value
-        ranks = reducer.participants.process_set.size()
-        reducer.prescale, reducer.postscale = scales(
-            optimizer.op, optimizer.gradient_predivide_factor, ranks
-        )
-        anew = set()
-        for bucket in reducer.buckets:
-            one = bucket.compressor
-            resized = one.resized(bucket.ops, bucket.state, reducer.steps, ranks)
-            if resized is not bucket.state:
-                anew.add(one)
-            bucket.state = resized
-        if horovod.rank() == 0:
-            for one in anew:
-                LOGGER.warning("%s learns anew: other ranks exchange now, %d of them", one, ranks)
+        optimizer = self.value
+        ranks = self.reducer.participants.process_set.size()
+        _resize(self.reducer, *scales(optimizer.op, optimizer.gradient_predivide_factor, ranks))
         self._synchronizer.abandon()
+
+
+class ExchangingOptimizer(StateHandler):
+    """Handler of an optimizer that exchanges in its `step`: local steps, or momenta.
+
+    With local steps survivors go back to the commit, with their own parameters and residuals; at
+    `sync` all ranks go on from the global parameters of the commit, and keep their residuals.
+    """
+
+    def __init__(self, optimizer: WrappedOptimizer) -> None:
+        super().__init__(optimizer)
+        for reducer in self.reducers:
+            _require_all_ranks(reducer)
+        self.save()
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        reducers: list[Reducer] = self.value.all_reducers
+        return reducers
+
+    def save(self) -> None:
+        self._saved = copy.deepcopy(self.value.state_dict())
+        kept = [checkpoint.snapshot(reducer) for reducer in self.reducers]
+        self._kept = [k._replace(states=[_cloned(state) for state in k.states]) for k in kept]
+
+    def restore(self) -> None:
+        saved = copy.deepcopy(self._saved)
+        self.value.load_rounds(saved)
+        for reducer, kept in zip(self.reducers, self._kept):
+            states = [_cloned(state) for state in kept.states]
+            checkpoint.restore(reducer, kept._replace(states=states))
+        self.value.load_inner(saved)
+
+    def sync(self) -> None:
+        names, number = from_root(([r.transport.name for r in self.reducers], TITLES.draw()))
+        for reducer, name in zip(self.reducers, names):
+            reducer.rename(name)
+        TITLES.continue_from(number)
+        hand_out_rounds(self.value, 0)
+
+    def forget(self) -> None:
+        """Reset this rank's own state, but not replicated fields, to that before the first step."""
+        for reducer in self.reducers:
+            _forget(reducer)
+
+    def resize(self) -> None:
+        """Adapt scales and compressor state to the number of ranks."""
+        for reducer in self.reducers:
+            _resize(reducer, 1.0, 1.0 / reducer.participants.process_set.size())
+        self.value.compare_again()
+
+
+def _require_all_ranks(reducer: Reducer) -> None:
+    if reducer.participants.process_set is not horovod.global_process_set:
+        raise ValueError(
+            "elastic training exchanges over all ranks: a process set does not outlive a reset. "
+            "Make the optimizer without process_set="
+        )
+
+
+def _forget(reducer: Reducer) -> None:
+    ranks = reducer.participants.process_set.size()
+    for bucket in reducer.buckets:
+        fresh = leaves(bucket.compressor.start(bucket.ops, bucket.layout, ranks))
+        values = [
+            x if is_replicated(bucket.compressor, path) else new
+            for (path, x), (_, new) in zip(leaves(bucket.state), fresh)
+        ]
+        bucket.state = with_leaves(bucket.state, values)
+
+
+def _resize(reducer: Reducer, prescale: float, postscale: float) -> None:
+    reducer.prescale, reducer.postscale = prescale, postscale
+    ranks, anew = reducer.participants.process_set.size(), set()
+    for bucket in reducer.buckets:
+        one = bucket.compressor
+        resized = one.resized(bucket.ops, bucket.state, reducer.steps, ranks)
+        if resized is not bucket.state:
+            anew.add(one)
+        bucket.state = resized
+    if horovod.rank() == 0:
+        for one in anew:
+            LOGGER.warning("%s learns anew: other ranks exchange now, %d of them", one, ranks)
 
 
 def _cloned(state: State) -> State:

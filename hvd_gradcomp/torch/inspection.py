@@ -1,7 +1,8 @@
 """Statistics and verification of an exchange, over Horovod or `DistributedDataParallel`.
 
-Each function takes the optimizer that `DistributedOptimizer` or `LocalSteps` returned, the model
-that `ddp.compress` was given, or the state that it returned. Nothing here needs Horovod.
+Each function takes the optimizer that `DistributedOptimizer`, `LocalSteps` or `MomentumExchange`
+returned, the model that `ddp.compress` was given, or the state that it returned. Nothing here needs
+Horovod.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning import description
 from hvd_gradcomp.torch import checksums
-from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.reducer import Reducer
+from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer
 
 _reducers: weakref.WeakKeyDictionary[Any, Reducer] = weakref.WeakKeyDictionary()
 
@@ -51,7 +52,7 @@ def reducers_of(source: Any) -> list[Reducer]:
     Raises:
         TypeError: it has none.
     """
-    if isinstance(source, LocalStepsOptimizer):
+    if isinstance(source, WrappedOptimizer):
         return source.reducers
     return [reducer_of(source)]
 
@@ -62,16 +63,16 @@ def stats_of(source: Any) -> Callable[[], CompressionStats]:
     Raises:
         TypeError: it has none.
     """
-    return source.stats if isinstance(source, LocalStepsOptimizer) else reducer_of(source).stats
+    return source.stats if isinstance(source, WrappedOptimizer) else reducer_of(source).stats
 
 
 def compression_stats(source: Any) -> CompressionStats:
     """Return the measured traffic of this rank's exchanges so far; see `CompressionStats`.
 
     Args:
-        source: the optimizer that `DistributedOptimizer` or `LocalSteps` returned, whose `steps`
-            are then local ones; with `DistributedDataParallel` the model, or the state that
-            `ddp.compress` returned.
+        source: the optimizer that `DistributedOptimizer`, `MomentumExchange` or `LocalSteps`
+            returned, whose `steps` are then local ones; with `DistributedDataParallel` the model,
+            or the state that `ddp.compress` returned.
 
     Raises:
         TypeError: it is none of these.

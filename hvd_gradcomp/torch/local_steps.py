@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +17,21 @@ import torch
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.local_steps import LocalSchedule, OuterSGD, cut
 from hvd_gradcomp.checkpoint.schema import CheckpointError
-from hvd_gradcomp.monitoring.stats import CompressionStats, combined
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
-from hvd_gradcomp.torch.bucket import Named
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.reducer import sum_of_bits
 from hvd_gradcomp.torch.step_sync import OutOfStepError
-from hvd_gradcomp.torch.tensor_exchange import Connection, TensorExchange
+from hvd_gradcomp.torch.tensor_exchange import Connection, RankSync, TensorExchange
+from hvd_gradcomp.torch.wrapped_optimizer import (
+    KEPT,
+    WrappedOptimizer,
+    dense_gradient,
+    named_of,
+)
 
 LOGGER = logging.getLogger("hvd_gradcomp")
-_KEPT = "gradcomp"  # in a state_dict: what is not the inner optimizer's
 _PRIME = 2**31 - 1
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # dtypes of global copies
 
@@ -45,13 +48,15 @@ class Fragment:
         exchange: of the pseudogradients.
         sent: pseudogradients that travel; None if none do.
         versions: of the model's parameters since the global ones were applied; None after a step.
+        moved: this rank's parameters are not the global ones.
     """
 
     parameters: list[torch.nn.Parameter]
     copies: list[torch.nn.Parameter]
     exchange: TensorExchange
     sent: list[torch.Tensor] | None = None
-    versions: list[int] | None = field(default=None)
+    versions: list[int] | None = None
+    moved: bool = False
 
     def pseudogradients(self) -> list[torch.Tensor]:
         """Return the global parameters minus those of this rank; zeros where nothing trains."""
@@ -72,6 +77,7 @@ class Fragment:
                 p.copy_(blend * p + (1.0 - blend) * c)
             else:
                 p.copy_(c)
+        self.moved = bool(blend)
         self.versions = None if blend else [p._version for p in self.parameters]
 
     def follow_changes(self) -> None:
@@ -85,10 +91,8 @@ class Fragment:
         return int(sum(sum_of_bits(c) % _PRIME for c in self.copies)) % _PRIME
 
 
-class LocalStepsOptimizer(torch.optim.Optimizer):
+class LocalStepsOptimizer(WrappedOptimizer):
     """Optimizer that steps alone, and exchanges pseudogradients; `LocalSteps` makes it.
-
-    It is the inner optimizer to everybody who asks for groups, state, options and hooks.
 
     Args:
         optimizer: the inner one.
@@ -105,10 +109,8 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         schedule: of the exchanges.
         outer: the outer optimizer, over the global parameters; a scheduler of its own may drive it.
         steps_made: local steps so far, skipped ones included.
-        exchanges: pseudogradients of the whole model that were applied so far.
+        rounds: exchanges of the whole model that were applied so far.
     """
-
-    _step_supports_amp_scaling = True  # so a step is counted in which a GradScaler finds infinities
 
     def __init__(
         self,
@@ -124,15 +126,7 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         bucket_bytes: int | None = None,
         nonfinite: str | None = None,
     ) -> None:
-        # Options, groups and state are the inner optimizer's: nothing of the base class is set up.
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"optimizer= takes a torch.optim.Optimizer, got {type(optimizer).__name__}"
-            )
-        if isinstance(optimizer, LocalStepsOptimizer):
-            raise ValueError(
-                "optimizer= takes local steps already: pass the optimizer inside of it"
-            )
+        super().__init__(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS) and schedule.warmup_steps:
             raise ValueError(
                 "warmup_steps= averages the gradients of a step once, and LBFGS computes them many "
@@ -143,16 +137,19 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
                 f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}: there is no "
                 "mean of parameters that are not finite"
             )
-        self._inner, self.schedule = optimizer, schedule
-        named = _named(optimizer, named_parameters)
+        self.schedule = schedule
+        named = named_of(optimizer, named_parameters)
         self._skips = nonfinite == "skip"
         options = ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite=nonfinite, scaler=False)
         copies = [torch.nn.Parameter(_wide(p)) for _, p in named]
         self.outer = _outer_of(outer, copies)
         compressor, own = resolve_compressor(compression, self.outer, stock)
         self._transfer = None if own is None else MomentumTransfer(self.outer, *own)
-        settings = f"{schedule}, outer={_described(self.outer)}, {nonfinite=}, {bucket_bytes=}"
-        self._fragments = []
+        self._settings = settings = (
+            f"{schedule}, outer={_described(self.outer)}, {nonfinite=}, {bucket_bytes=}"
+        )
+        self._sync = RankSync(connect("sync"))
+        self._fragments: list[Fragment] = []
         for number, places in enumerate(cut([p.numel() for _, p in named], schedule.fragments)):
             own_named = [named[place] for place in places]
             held = [copies[place] for place in places]
@@ -170,8 +167,8 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         self._buffers = [b for _, b in buffers]
         self._averager = self._averaging(buffers, connect, "buffers") if buffers else None
         self._names = [name for name, _ in named]
-        self.steps_made = self.exchanges = 0
-        self._started = False
+        self.steps_made = self.rounds = self._clock = 0
+        self._started = self._loaded = False
 
     @staticmethod
     def _averaging(named: Any, connect: Callable[[str], Connection], name: str) -> TensorExchange:
@@ -180,50 +177,8 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         options = ExchangeOptions(nonfinite="skip", scaler=False)
         return TensorExchange(shapes, shapes, NoneCompressor(), connect(name), options, name)
 
-    # -- the inner optimizer -------------------------------------------------------------------
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Return the inner optimizer's groups."""
-        return self._inner.param_groups
-
-    @property
-    def state(self) -> Any:
-        """Return the inner optimizer's state, which belongs to this rank."""
-        return self._inner.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """Return the inner optimizer's default options."""
-        return self._inner.defaults
-
     def __repr__(self) -> str:
-        return f"LocalSteps({self.schedule}, {self._inner!r})"
-
-    def __getstate__(self) -> Any:
-        raise TypeError(
-            "an optimizer with local steps cannot be copied or pickled: save and load what it "
-            "keeps by state_dict() and load_state_dict(), on each rank its own"
-        )
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, as the inner optimizer does."""
-        self._inner.zero_grad(set_to_none=set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the global parameters are those that there were when it was made."""
-        raise RuntimeError(
-            "add_param_group() comes too late for the global parameters: add the group to the "
-            "inner optimizer, and make LocalSteps anew, on all ranks"
-        )
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """Register a hook of the inner optimizer."""
-        return self._inner.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """Register a hook of the inner optimizer."""
-        return self._inner.register_step_post_hook(hook)
+        return f"LocalSteps({self.schedule}, {self.inner!r})"
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -238,17 +193,22 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
                 with nonfinite="skip" all ranks go back to the global parameters instead.
         """
         self._begin()
-        step = self.steps_made + 1
-        found_inf = self._unscale()
+        step = self._clock + 1
+        found_inf = self.unscale()
         if self._warmup is not None and self.schedule.warms_up(step):
             loss = self._warm_step(self._warmup, closure, found_inf)
         else:
-            loss = None if found_inf else self._inner.step(closure)
-        self.steps_made = step
-        for number in self.schedule.applies(step) if self.schedule.delay else ():
-            self._apply(number)
+            loss = None if found_inf else self.inner.step(closure)
+            for fragment in self._fragments:
+                fragment.moved = True
+        self._clock, self.steps_made = step, self.steps_made + 1
+        for number in self.schedule.applies(step):
+            if self._fragments[number].sent is not None:  # not where exchange() has come between
+                self._apply(number)
         for number in self.schedule.sends(step):
-            self._send(number)
+            fragment = self._fragments[number]
+            self._compare(fragment.exchange, number, False, fragment)
+            self._send(fragment)
             if not self.schedule.delay:
                 self._apply(number)
         if step == self.schedule.warmup_steps:
@@ -261,22 +221,27 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
 
         All ranks call it at the same place, also if they have made different numbers of steps
         since the last exchange. What travels is applied first. Afterwards all ranks have the
-        global parameters, and the schedule begins again.
+        global parameters, and the schedule begins again. Without a step since the last exchange on
+        any rank nothing is sent: the outer momentum would go on alone.
 
         Raises:
             OutOfStepError: on all ranks, if others are in the exchange of a step.
         """
         self._begin()
+        if self._clock < self.schedule.warmup_steps:
+            return  # ranks are equal
         for number, fragment in enumerate(self._fragments):
             if fragment.sent is not None:
                 self._apply(number)
+        clocks = [self._clock]
         for number, fragment in enumerate(self._fragments):
-            steps = self._send(number, asked=True)
-            self._apply(number)
+            clocks, moved = self._compare(fragment.exchange, number, True, fragment)
+            if moved:
+                self._send(fragment)
+                self._apply(number)
             fragment.hand_out(0.0)
-        rounds = max(0, max(steps) - self.schedule.warmup_steps + self.schedule.every - 1)
-        rounds //= self.schedule.every
-        self.steps_made = self.schedule.warmup_steps + rounds * self.schedule.every
+        every, warm = self.schedule.every, self.schedule.warmup_steps
+        self._clock = warm + (max(clocks) - warm + every - 1) // every * every
 
     @torch.no_grad()
     def restart(self) -> None:
@@ -302,21 +267,13 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         if not self._started:
             self._started = True
             self._take_copies()
+        if self._loaded:
+            self._loaded = False
+            self._compare(None, _LOADED, False)
         for fragment in self._fragments:
             fragment.follow_changes()
             if fragment.sent is not None and not fragment.exchange.started:  # it was loaded
                 fragment.exchange.start(fragment.sent)
-
-    def _unscale(self) -> bool:
-        """Unscale gradients as a GradScaler asks for it; return True if it has found infinities."""
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if scale is not None:
-            factor = scale.double().reciprocal().float()
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        p.grad.mul_(factor.to(p.grad.device))
-        return found is not None and bool(found)
 
     def _warm_step(
         self, warmup: TensorExchange, closure: Callable[[], Any] | None, found_inf: bool
@@ -327,30 +284,27 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parameters = [p for fragment in self._fragments for p in fragment.parameters]
-        self._compare(warmup, _WARMUP, asked=False)
+        self._compare(warmup, _WARMUP, False)
         with torch.no_grad():
-            warmup.start([_gradient(p) for p in parameters])
+            warmup.start([dense_gradient(p) for p in parameters])
             means = warmup.finish()
         if means is None:
-            if not (found_inf or hasattr(self, "found_inf") or self._skips):
+            if not (found_inf or self.scaled or self._skips):
                 raise NonFiniteGradientError(
-                    f"a gradient of some rank is not finite in step {self.steps_made + 1}"
+                    f"a gradient of some rank is not finite in step {self._clock + 1}"
                 )
             return loss
         for p, mean in zip(parameters, means):
             if p.requires_grad:
                 p.grad = mean.to(p.dtype, copy=True)
-        self._inner.step()
+        self.inner.step()
         return loss
 
     @torch.no_grad()
-    def _send(self, number: int, asked: bool = False) -> list[int]:
-        """Send a fragment's pseudogradients; return the steps that each rank has made."""
-        fragment = self._fragments[number]
-        steps = self._compare(fragment.exchange, number, asked, fragment.digest())
+    def _send(self, fragment: Fragment) -> None:
+        """Send a fragment's pseudogradients."""
         fragment.sent = fragment.pseudogradients()
         fragment.exchange.start(fragment.sent)
-        return steps
 
     @torch.no_grad()
     def _apply(self, number: int) -> None:
@@ -379,7 +333,7 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         assert blend is not None
         fragment.hand_out(blend)
         if number == len(self._fragments) - 1:
-            self.exchanges += 1
+            self.rounds += 1
             self._average_buffers()
 
     def _average_buffers(self) -> None:
@@ -391,24 +345,36 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             buffer.copy_(mean)
 
     def _compare(
-        self, exchange: TensorExchange, what: int, asked: bool, digest: int = 0
-    ) -> list[int]:
-        """Compare what the ranks are about to exchange; return the steps that each has made.
+        self,
+        exchange: TensorExchange | None,
+        what: int,
+        asked: bool,
+        fragment: Fragment | None = None,
+    ) -> tuple[list[int], bool]:
+        """Compare what the ranks are about to exchange.
+
+        Returns:
+            The steps that each rank's schedule counts, and whether one has moved since the last
+            exchange.
 
         Raises:
             OutOfStepError: on all ranks, if it is something else.
             DivergedError: on all ranks, if their global parameters differ.
         """
-        words = [what, int(asked), exchange.reducer.steps, self.steps_made, digest]
-        every = exchange.compare(words)
-        if len({(w, a, n, 0 if a else s) for w, a, n, s, _ in every.values()}) > 1:
+        moved, digest = (0, 0) if fragment is None else (int(fragment.moved), fragment.digest())
+        travels = sum(1 << n for n, each in enumerate(self._fragments) if each.sent is not None)
+        before = travels if exchange is None else exchange.reducer.steps
+        words = [what, int(asked), before, self._clock, moved, digest]
+        every = self._sync.gather(words)
+        if len({(w, a, n, 0 if a else t) for w, a, n, t, *_ in every.values()}) > 1:
+            self._sync.compare_settings(self._settings)
             listed = ", ".join(
-                f"rank {rank} after {s} steps{' in exchange()' * a}, with {n} exchanges before it"
-                for rank, (_, a, n, s, _) in every.items()
+                f"rank {rank} after {t} steps{' in exchange()' * a}, with {n} exchanges before it"
+                for rank, (_, a, n, t, *_) in every.items()
             )
             raise OutOfStepError(
                 f"the ranks are in different exchanges: {listed}. Call step() equally often on all "
-                "ranks, exchange() on all or none, and load the same checkpoint on all ranks"
+                "ranks, exchange() on all or none, and load the same checkpoint on all of them"
             )
         if len({digest for *_, digest in every.values()}) > 1:
             raise DivergedError(
@@ -417,31 +383,20 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
                 "same parameters at first, by broadcast_parameters or a seed, and call restart() "
                 "on all of them after setting parameters in mid-training"
             )
-        return [steps for *_, steps, _ in every.values()]
+        if exchange is not None:
+            exchange.agree()
+        return [words[3] for words in every.values()], any(words[4] for words in every.values())
 
     # -- what it keeps, and what it has done ---------------------------------------------------
 
     @property
-    def reducers(self) -> list[Any]:
-        """Return the reducer of each fragment."""
-        return [fragment.exchange.reducer for fragment in self._fragments]
+    def exchanges(self) -> tuple[list[TensorExchange], list[TensorExchange]]:
+        others = [each for each in (self._warmup, self._averager) if each is not None]
+        return [fragment.exchange for fragment in self._fragments], others
 
-    def stats(self) -> CompressionStats:
-        """Return the measured traffic of this rank so far; `steps` are local steps.
-
-        So `ratio` compares with an exchange of dense gradients in every step.
-        """
-        exchanges = [fragment.exchange for fragment in self._fragments]
-        more = [each for each in (self._warmup, self._averager) if each is not None]
-        return combined(
-            [exchange.reducer.stats() for exchange in exchanges],
-            [exchange.reducer.stats() for exchange in more],
-            self.steps_made,
-        )
-
-    def plain_state_dict(self) -> dict[str, Any]:
-        """Return the state of the inner optimizer on this rank."""
-        return self._inner.state_dict()
+    @property
+    def steps_taken(self) -> int:
+        return self.steps_made
 
     def state_dict(self, mode: str = "sharded") -> dict[str, Any]:
         """Return the inner optimizer's state, and under "gradcomp" all that belongs to the rounds.
@@ -454,14 +409,12 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             {
                 "global": [c.detach().clone() for c in fragment.copies],
                 "local": [p.detach().clone() for p in fragment.parameters],
+                "moved": fragment.moved,
                 "sent": None if fragment.sent is None else [x.clone() for x in fragment.sent],
                 "exchange": fragment.exchange.save(mode),
             }
             for fragment in self._fragments
         ]
-        if mode == "consolidated":
-            for fragment in fragments:
-                fragment["local"] = fragment["sent"] = None
         outer = self.outer.state_dict()
         kept = {
             "schedule": repr(self.schedule),
@@ -469,13 +422,22 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
             "names": self._names,
             "started": self._started,
             "steps": self.steps_made,
-            "exchanges": self.exchanges,
+            "clock": self._clock,
+            "rounds": self.rounds,
             "outer": outer if self._transfer is None else self._transfer.restored(outer),
             "fragments": fragments,
             "warmup": None if self._warmup is None else self._warmup.save(mode),
             "buffers": None if self._averager is None else self._averager.save(mode),
         }
-        return {**self._inner.state_dict(), _KEPT: kept}
+        if mode == "consolidated":
+            kept["fragments"] = [_common(each) for each in fragments]
+        return {**self.inner.state_dict(), KEPT: kept}
+
+    def common_state_dict(self) -> dict[str, Any]:
+        """Return the state that all ranks may go on from: with the global parameters."""
+        state = self.state_dict()
+        fragments = [_common(each) for each in state[KEPT]["fragments"]]
+        return {**state, KEPT: {**state[KEPT], "fragments": fragments}}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -487,71 +449,54 @@ class LocalStepsOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: it is of another model, schedule, compressor or number of ranks.
         """
-        plain = {key: value for key, value in state_dict.items() if key != _KEPT}
-        kept = state_dict.get(_KEPT)
+        kept = state_dict.get(KEPT)
         if kept is None:
-            self._inner.load_state_dict(plain)
+            self.load_inner(state_dict)
             self.restart()
             return
-        mine = {"schedule": repr(self.schedule), "names": self._names}
-        for what, value in mine.items():
-            if not isinstance(kept, dict) or kept.get(what) != value:
-                found = kept.get(what) if isinstance(kept, dict) else kept
-                raise CheckpointError(
-                    f"the state was saved with another {what}: {found}, and here it is {value}"
-                )
-        self._inner.load_state_dict(plain)
+        self._check_fits(kept)
+        self.load_inner(state_dict)
+        for fragment, saved in zip(self._fragments, kept["fragments"]):
+            fragment.exchange.load(saved["exchange"])
+        for exchange, name in ((self._warmup, "warmup"), (self._averager, "buffers")):
+            if exchange is not None and kept[name] is not None:
+                exchange.load(kept[name])
+        self.load_rounds(state_dict)
+
+    @torch.no_grad()
+    def load_rounds(self, state_dict: dict[str, Any]) -> None:
+        """Load what `load_state_dict` does but the inner optimizer and what compressors keep."""
+        kept = state_dict[KEPT]
         self.outer.load_state_dict(kept["outer"])
         if self._transfer is not None:
             self._transfer.take()
         for fragment, saved in zip(self._fragments, kept["fragments"]):
-            fragment.exchange.load(saved["exchange"])
+            fragment.exchange.abort()
             for c, value in zip(fragment.copies, saved["global"]):
                 c.copy_(value)
-            own = _is_own(fragment.exchange, saved["exchange"])
-            fragment.sent = None
+            own, fragment.sent, fragment.versions = _is_own(fragment, saved), None, None
+            fragment.moved = own and saved["moved"]
             if own and saved["sent"] is not None:
                 fragment.sent = [x.to(c.device) for x, c in zip(saved["sent"], fragment.copies)]
             if kept["started"]:
                 local = saved["local"] if own else saved["global"]
                 for p, value in zip(fragment.parameters, local):
                     p.copy_(value)
-            fragment.versions = None
-        for exchange, name in ((self._warmup, "warmup"), (self._averager, "buffers")):
-            if exchange is not None and kept[name] is not None:
-                exchange.load(kept[name])
-        self._started = kept["started"]
-        self.steps_made, self.exchanges = kept["steps"], kept["exchanges"]
+        self._started, self._loaded = kept["started"], True
+        self._clock = kept["clock"]
+        self.steps_made, self.rounds = kept["steps"], kept["rounds"]
+
+    def _check_fits(self, kept: Any) -> None:
+        mine = {"schedule": repr(self.schedule), "names": self._names}
+        for what, value in mine.items():
+            found = kept.get(what) if isinstance(kept, dict) else kept
+            if found != value:
+                raise CheckpointError(
+                    f"the state was saved with another {what}: {found}, and here it is {value}"
+                )
 
 
-_WARMUP = -1  # said in the place of a fragment
-
-
-def _named(
-    optimizer: torch.optim.Optimizer,
-    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
-) -> Named:
-    """Return (name, parameter) of what the optimizer trains, in the user's order.
-
-    Raises:
-        ValueError: a parameter has no name, or two have the same.
-    """
-    trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
-    if named_parameters is None:
-        return [(f"parameter.{place}", p) for place, p in enumerate(trained)]
-    names: dict[torch.nn.Parameter, str] = {}
-    for name, p in named_parameters:
-        names.setdefault(p, name)
-    wanted = set(trained)
-    named = [(name, p) for p, name in names.items() if p in wanted]
-    if len(named) < len(wanted):
-        raise ValueError(
-            f"named_parameters= names {len(named)} of the {len(wanted)} parameters that the "
-            "optimizer trains: pass model.named_parameters() of the whole model"
-        )
-    if len({name for name, _ in named}) < len(named):
-        raise ValueError("named_parameters= gives the same name to several parameters")
-    return named
+_WARMUP, _LOADED = -1, -2  # said in the place of a fragment
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -582,13 +527,12 @@ def _described(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__name__}({options})"
 
 
-def _gradient(p: torch.nn.Parameter) -> torch.Tensor:
-    if p.grad is None:
-        return torch.zeros_like(p)
-    return p.grad.to_dense() if p.grad.is_sparse else p.grad
+def _is_own(fragment: Fragment, saved: Any) -> bool:
+    """Return True if a fragment's state was saved by this rank, with its own parameters."""
+    process_set = fragment.exchange.reducer.participants.process_set
+    return saved["local"] is not None and saved["exchange"]["rank"] == process_set.rank()
 
 
-def _is_own(exchange: TensorExchange, saved: Any) -> bool:
-    """Return True if a state was saved by this rank, and for it alone."""
-    process_set = exchange.reducer.participants.process_set
-    return saved.get("mode", "sharded") == "sharded" and saved["rank"] == process_set.rank()
+def _common(fragment: dict[str, Any]) -> dict[str, Any]:
+    """Return a fragment's state without what belongs to one rank between two exchanges."""
+    return {**fragment, "local": None, "sent": None}

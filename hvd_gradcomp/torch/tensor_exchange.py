@@ -15,7 +15,9 @@ import torch
 
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.runtime import config_check, errors
 from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.runtime.stall_inspector import StallChannel
 from hvd_gradcomp.torch.bucket import Named
 from hvd_gradcomp.torch.bucketing import BucketPlanner
 from hvd_gradcomp.torch.options import ExchangeOptions
@@ -33,6 +35,7 @@ class Connection:
         save: returns the reducer's state; takes the mode of a checkpoint.
         load: loads such a state.
         hang_up: lets ranks that wait for this one fail.
+        stalls: of the ranks, where the transport can tell that they wait for each other.
     """
 
     transport: Backend
@@ -40,6 +43,45 @@ class Connection:
     save: Callable[[Reducer, str], dict[str, Any]]
     load: Callable[[Reducer, dict[str, Any]], None]
     hang_up: Callable[[], None]
+    stalls: StallChannel | None = None
+
+
+class RankSync:
+    """Comparison of what ranks are about to do, at one place for all exchanges of an optimizer.
+
+    So ranks that are about to do different things meet here, instead of waiting for each other.
+
+    Args:
+        connection: to the other ranks.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def compare_settings(self, settings: str) -> None:
+        """Compare settings, on all ranks.
+
+        Raises:
+            MismatchError: on all ranks, if they differ.
+        """
+        process_set = self._connection.participants.process_set
+        mine = {"settings": settings}
+        every = self._connection.transport.gather_objects(mine, dict[str, str], "sync")
+        config_check.agree(every, process_set.ranks)
+
+    def gather(self, words: list[int]) -> dict[int, list[int]]:
+        """Gather as many numbers from every rank, by rank."""
+        transport, stalls = self._connection.transport, self._connection.stalls
+        told = stalls is not None and stalls.pending
+        what = "the comparison of what the ranks exchange"
+        with errors.explain_errors(transport.failure, what, transport.library):
+            every = transport.gather_objects([int(told), *words], list[int], "sync")
+        if stalls is not None and any(told for told, *_ in every):
+            stalls.complete()
+        process_set = self._connection.participants.process_set
+        return {
+            rank: words for rank, (_, *words) in zip(process_set.ranks or range(len(every)), every)
+        }
 
 
 class TensorExchange:
@@ -92,16 +134,13 @@ class TensorExchange:
         """Return True from `start` to `finish`."""
         return self.reducer.started
 
-    def compare(self, words: list[int]) -> dict[int, list[int]]:
-        """Gather some numbers of every rank, by rank; before the first time, compare all settings.
+    def agree(self) -> None:
+        """Compare the settings of all ranks, once; all of them call it.
 
         Raises:
             MismatchError: on all ranks, if they do not train the same model in the same way.
         """
         self._check.agree()
-        every = self._check.gather(words, list[int])
-        process_set = self._connection.participants.process_set
-        return dict(zip(process_set.ranks or range(len(every)), every))
 
     def compare_again(self) -> None:
         """Compare the settings of all ranks again before the next exchange."""

@@ -60,7 +60,7 @@ def sparse_loco(start, inner, ranks, steps, every, chunk, k, bits, decay):
         sent = []
         for rank, x in enumerate(own):
             residual[rank] = decay * residual[rank] + (outer - x)
-            chunks = residual[rank].reshape(-1, chunk)
+            chunks = np.pad(residual[rank], (0, -len(start) % chunk)).reshape(-1, chunk)
             places = [at * chunk + i for at, row in enumerate(chunks) for i in largest(row, k)]
             given = np.zeros(len(start))
             given[places] = codebook(residual[rank][places].astype(np.float32), bits)

@@ -38,6 +38,7 @@ ON_TWO = [
     "one_fails",
     "left_alone",
     "discarded",
+    "local_steps",
     "complex_parameters",
     "scaled",
     "one_ends",

@@ -126,13 +126,20 @@ def test_streaming_is_that_of_the_paper(fragments, delay, blend):
 
 def test_sparse_loco_is_that_of_the_paper():
     settings = gc.sparse_loco(every=4, chunk=64, k=4)
-    outer, residual = oracle.sparse_loco(START, inner, 2, 16, 4, 64, 4, 2, 0.95)
+    short = SIZE - 8  # the padding of a bucket is a chunk of its own otherwise
+
+    def first(rank, step, x):
+        return x - RATE * gradient(rank, step, np.pad(x, (0, 8)))[:short]
+
+    outer, residual = oracle.sparse_loco(START[:short], first, 2, 16, 4, 64, 4, 2, 0.95)
 
     def work(rank):
-        net = Net({"whole": (SIZE,)})
+        net = Net({"whole": (short,)})
         how = LocalSchedule(settings["every"]), settings["outer"], settings["compression"]
         optimizer = over(rank, net, *how)
-        train(rank, net, optimizer, 16)
+        for step in range(1, 17):
+            net.set_gradients(gradient(rank.rank, step, np.pad(net.flat(), (0, 8)))[:short])
+            optimizer.step()
         (bucket,) = optimizer.reducers[0].buckets
         return net.flat(), flat(bucket.cut(bucket.compressor.residual(bucket.state)))
 
@@ -216,7 +223,7 @@ def test_warmup_averages_gradients():
         adam = torch.optim.AdamW(net.parameters(), 0.01)
         optimizer = over(rank, net, LocalSchedule(3, warmup_steps=4), optimizer=adam)
         train(rank, net, optimizer, 4)
-        return net.flat(), optimizer.exchanges, compression_stats(optimizer).bytes_sent
+        return net.flat(), optimizer.rounds, compression_stats(optimizer).bytes_sent
 
     net, x = Net(), START
     adam = torch.optim.AdamW(net.parameters(), 0.01)
@@ -224,9 +231,9 @@ def test_warmup_averages_gradients():
         x = net.flat()
         net.set_gradients((gradient(0, step, x) + gradient(1, step, x)) / 2)
         adam.step()
-    for mine, exchanges, sent in run(2, work):
+    for mine, rounds, sent in run(2, work):
         np.testing.assert_allclose(mine, net.flat(), rtol=1e-4, atol=1e-5)
-        assert exchanges == 0
+        assert rounds == 0
         assert sent == 4 * SIZE * 4
 
 
@@ -441,6 +448,45 @@ def test_a_scaler_s_overflow_on_one_rank_keeps_ranks_together():
     for mine, steps, _ in results:
         assert steps == 6
         np.testing.assert_allclose(mine, outer, rtol=1e-4, atol=1e-5)
+
+
+def test_an_exchange_that_is_asked_for_while_another_is_on_its_way():
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(3, 0, 2, 1))
+        train(rank, net, optimizer, 4)
+        optimizer.exchange()
+        shared = net.flat()
+        train(rank, net, optimizer, 5, 5)
+        optimizer.exchange()
+        return shared, net.flat()
+
+    (shared, end), other = run(2, work)
+    np.testing.assert_array_equal(shared, other[0])
+    np.testing.assert_array_equal(end, other[1])
+
+
+def test_an_exchange_that_is_asked_for():
+    """After different numbers of steps, and with none since the last exchange."""
+
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(4, fragments=2))
+        train(rank, net, optimizer, 4)
+        optimizer.exchange()
+        train(rank, net, optimizer, rank.rank, 5)
+        optimizer.exchange()
+        before = net.flat(), optimizer.steps_made, optimizer.outer.state_dict()
+        optimizer.exchange()
+        np.testing.assert_array_equal(net.flat(), before[0])
+        train(rank, net, optimizer, 4, 9)
+        optimizer.exchange()
+        return *before[:2], net.flat()
+
+    (first, made, end), (second, made_there, end_there) = run(2, work)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(end, end_there)
+    assert (made, made_there) == (4, 5)
 
 
 def test_schedulers_of_both_optimizers():

@@ -81,7 +81,7 @@ def test_diloco_is_that_of_the_paper(every):
     variables, local = trained(15, every)
     np.testing.assert_allclose(globals_of(local), outer, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(flat(variables), own[0], rtol=1e-4, atol=1e-5)
-    assert (local.steps_made, local.exchanges) == (15, 15 // every)
+    assert (local.steps_made, local.rounds) == (15, 15 // every)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_several_steps_at_once():
     variables = network()
     local = hvd.LocalSteps(variables, 4)
     local.step(3)
-    assert local.exchanges == 0
+    assert local.rounds == 0
     local.step(3)
-    assert (local.exchanges, local.steps_made) == (1, 6)
+    assert (local.rounds, local.steps_made) == (1, 6)
 
 
 def test_an_exchange_in_between_begins_the_schedule_again():
@@ -119,13 +119,15 @@ def test_an_exchange_in_between_begins_the_schedule_again():
     assert not local.is_exchanged
     local.exchange()
     assert local.is_exchanged
-    assert (local.steps_made, local.exchanges) == (8, 2)
+    assert (local.steps_made, local.rounds) == (5, 2)
     np.testing.assert_array_equal(flat(variables), globals_of(local))
     before = flat(variables)
     local.exchange()  # nothing has moved: the outer momentum must not go on alone
     np.testing.assert_array_equal(flat(variables), before)
-    train(variables, local, 1, 9)
-    assert local.exchanges == 2
+    train(variables, local, 3, 6)
+    assert local.rounds == 2
+    train(variables, local, 2, 9)  # sent after four, applied after five
+    assert local.rounds == 3
 
 
 def test_warmup_steps_plainly_and_an_exchange_leaves_it_alone():
@@ -140,7 +142,7 @@ def test_warmup_steps_plainly_and_an_exchange_leaves_it_alone():
     train(variables, local, 1, 3, averages=True)
     np.testing.assert_allclose(globals_of(local), x, rtol=1e-5, atol=1e-6)
     train(variables, local, 4, 4, averages=True)
-    assert (local.steps_made, local.exchanges) == (7, 1)
+    assert (local.steps_made, local.rounds) == (7, 1)
 
 
 def test_gradients_are_averaged_in_a_graph_too():
@@ -366,11 +368,11 @@ def test_fit_exchanges_before_it_validates(tmp_path):
     epoch = [False, False, False, True, False, False]  # 6 batches
     once = [*(("batch", done) for done in epoch), ("test", True), ("epoch", True)]
     assert watch.seen == 2 * once
-    assert (callback.local.steps_made, callback.local.exchanges) == (16, 4)
+    assert (callback.local.steps_made, callback.local.rounds) == (12, 4)
     lines = (tmp_path / "stats.jsonl").read_text().splitlines()
     assert len(lines) == 2
     fit(model, [callback])  # another one goes on
-    assert callback.local.steps_made == 24
+    assert (callback.local.steps_made, callback.local.rounds) == (18, 6)
 
 
 def test_fit_may_exchange_at_its_end_alone():
@@ -378,13 +380,13 @@ def test_fit_may_exchange_at_its_end_alone():
     watch = Watch(callback)
     fit(compiled(), [callback, watch], epochs=2)
     assert not any(done for _, done in watch.seen)
-    assert callback.local.exchanges == 1
+    assert callback.local.rounds == 1
 
 
 def test_fit_with_several_steps_an_execution():
     callback = hvd_keras.callbacks.LocalSteps(4, at_epoch_end=False)
     fit(compiled(steps_per_execution=2), [callback], epochs=2)
-    assert (callback.local.steps_made, callback.local.exchanges) == (12, 3)
+    assert (callback.local.steps_made, callback.local.rounds) == (12, 3)
     for bad in ({"every": 3}, {"every": 4, "fragments": 4}, {"every": 4, "warmup_steps": 1}):
         with pytest.raises(ValueError, match="multiples of steps_per_execution=2"):
             fit(compiled(steps_per_execution=2), [hvd_keras.callbacks.LocalSteps(**bad)])
@@ -398,7 +400,7 @@ def test_fit_averages_gradients_during_warmup():
     assert "apply" not in vars(model.optimizer)
     fit(model, [callback])
     assert int(callback.local.others[0].steps) == 8
-    assert (callback.local.steps_made, callback.local.exchanges) == (12, 1)
+    assert (callback.local.steps_made, callback.local.rounds) == (12, 1)
 
 
 def test_fit_refuses_other_models():

@@ -131,7 +131,7 @@ class LocalSteps(keras.callbacks.Callback):
             first = self.process_set.ranks[0] if self.process_set.ranks else 0
             broadcast_variables(shared, first, self.process_set)
         local.restart_if_set()
-        if self.schedule.warms_up(local.steps_made + 1):
+        if local.warms_up:
             self._average_at_first(local)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

@@ -711,6 +711,38 @@ def one_fails():
     raises(RuntimeError, "", lambda: backward(model, 4))
 
 
+def local_steps():
+    """Each rank trains a plain module alone; saved and resumed to the bit between exchanges."""
+    ends = []
+    for compression in [None, *ONE_OF_EACH[1:4], *TODAY[:4]]:
+        torch.manual_seed(1)
+        model = Model()
+        adam = torch.optim.AdamW(model.parameters(), 0.01)
+        how = {"compression": compression, "fragments": 2, "delay": 1}
+        optimizer = ddp.LocalSteps(adam, model.named_parameters(), 3, **how)
+        train(model, optimizer, 5)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        for _ in range(2):
+            train(model, optimizer, 4, 5)
+            optimizer.exchange()
+            ends.append(vector(model))
+            alike(ends[-1])
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        assert torch.equal(*ends[-2:]), compression
+        assert ddp.compression_stats(optimizer).steps == 5
+    torch.manual_seed(1)
+    model = Model()
+    adam = torch.optim.AdamW(model.parameters(), 0.01)
+    momenta = ddp.MomentumExchange(adam, model.named_parameters(), TODAY[0], warmup_steps=2)
+    train(model, momenta, 5)
+    alike(vector(model))
+    every = 2 + 2 * dist.get_rank()
+    model = Model()
+    other = ddp.LocalSteps(sgd(model), model.named_parameters(), every)
+    raises(MismatchError, "every=", lambda: train(model, other, every))
+
+
 def discarded():
     """A step that all leave out leaves no trace; one that some leave out is an error on all."""
     ends = []

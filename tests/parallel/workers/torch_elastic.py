@@ -44,8 +44,12 @@ def batch_of(batch: int, rank: int, size: int = 16) -> tuple[torch.Tensor, torch
     return x, y
 
 
+def reducers(optimizer):
+    return optimizer.reducers if hasattr(optimizer, "reducers") else [optimizer._gradcomp]
+
+
 def buckets(optimizer):
-    return optimizer._gradcomp.buckets
+    return [bucket for reducer in reducers(optimizer) for bucket in reducer.buckets]
 
 
 def residuals(optimizer):
@@ -55,7 +59,7 @@ def residuals(optimizer):
 
 
 def replicated(optimizer):
-    found = [optimizer._gradcomp.steps]
+    found = [reducer.steps for reducer in reducers(optimizer)]
     for bucket in buckets(optimizer):
         for path, x in leaves(bucket.state):
             if is_replicated(bucket.compressor, path):
@@ -81,6 +85,14 @@ def main(folder: str) -> None:
         )
         for name, model in models.items()
     }
+    models["local"] = Network()
+    optimizers["local"] = hvd.LocalSteps(
+        torch.optim.Adam(models["local"].parameters(), lr=0.005),
+        models["local"].named_parameters(),
+        every=3,
+        outer=hvd.OuterSGD(1.0, 0.0),
+        compression=hvd.SparseGDCompressor(density=0.1),
+    )
     state = hvd.elastic.TorchState(
         **{f"{name}_model": model for name, model in models.items()},
         **{f"{name}_optimizer": optimizer for name, optimizer in optimizers.items()},
@@ -99,7 +111,8 @@ def main(folder: str) -> None:
     @hvd.elastic.run
     def train(state):
         for optimizer in optimizers.values():
-            assert optimizer._gradcomp.postscale == 1 / hvd.size()
+            for reducer in reducers(optimizer):
+                assert reducer.postscale == 1 / hvd.size()
         diary.note("start", batch=state.batch, rank=hvd.rank(), size=hvd.size(), kept=kept())
         if hvd.size() == 3 and state.batch > 0 and state.joined is None:
             state.joined = state.batch
@@ -125,6 +138,7 @@ def main(folder: str) -> None:
             state.commit()
 
     train(state)
+    optimizers["local"].exchange()
     diary.note(
         "end",
         batch=state.batch,

@@ -1,8 +1,8 @@
-"""`ddp.LocalSteps`: local steps over `torch.distributed`; see `local_steps`. No Horovod."""
+"""`ddp.LocalSteps` and `ddp.MomentumExchange`, over `torch.distributed`: no Horovod."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from hvd_gradcomp.runtime.participants import Participants
 from hvd_gradcomp.torch import ddp_checkpoint
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer, Outer
+from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.tensor_exchange import Connection
 
@@ -53,25 +54,11 @@ def LocalSteps(  # noqa: N802 - as over Horovod
         ValueError: `torch.distributed` is not initialized; and as over Horovod.
         TypeError, MismatchError, OutOfStepError, DivergedError, NonFiniteGradientError: as there.
     """
-    if not dist.is_initialized():
-        raise ValueError("call torch.distributed.init_process_group() before ddp.LocalSteps(...)")
     schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
-    group = ProcessGroup(process_group)
-    participants = Participants(group)
-
-    def connect(part: str) -> Connection:
-        return Connection(
-            C10dBackend(group, part),
-            participants,
-            _save,
-            ddp_checkpoint.load,
-            group.hang_up,
-        )
-
     return LocalStepsOptimizer(
         optimizer,
         named_parameters,
-        connect,
+        _connections("LocalSteps", process_group),
         schedule,
         outer,
         compression,
@@ -79,6 +66,62 @@ def LocalSteps(  # noqa: N802 - as over Horovod
         bucket_bytes=bucket_bytes,
         nonfinite=nonfinite,
     )
+
+
+def MomentumExchange(  # noqa: N802 - as over Horovod
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = None,
+    warmup_steps: int = 100,
+    *,
+    process_group: Any = None,
+    bucket_bytes: int | None = None,
+    nonfinite: str | None = None,
+) -> MomentumExchangeOptimizer:
+    """Wrap Adam or AdamW so that its momentum is exchanged compressed, instead of gradients.
+
+    As `hvd_gradcomp.torch.MomentumExchange`, over `torch.distributed`. The model is a plain module:
+    `DistributedDataParallel` would exchange gradients as well.
+
+    Args:
+        optimizer, named_parameters, compression, warmup_steps, bucket_bytes, nonfinite: as over
+            Horovod.
+        process_group: the ranks that take part; None for all.
+
+    Returns:
+        A `torch.optim.Optimizer`; each rank saves its own `state_dict()`.
+
+    Raises:
+        ValueError: `torch.distributed` is not initialized; and as over Horovod.
+        TypeError, MismatchError, OutOfStepError, NonFiniteGradientError: as there.
+    """
+    return MomentumExchangeOptimizer(
+        optimizer,
+        named_parameters,
+        _connections("MomentumExchange", process_group),
+        compression,
+        warmup_steps,
+        bucket_bytes=bucket_bytes,
+        nonfinite=nonfinite,
+    )
+
+
+def _connections(what: str, process_group: Any) -> Callable[[str], Connection]:
+    """Return what connects the ranks of a group; all of them call it.
+
+    Raises:
+        ValueError: `torch.distributed` is not initialized.
+    """
+    if not dist.is_initialized():
+        raise ValueError(f"call torch.distributed.init_process_group() before ddp.{what}(...)")
+    group = ProcessGroup(process_group)
+    participants = Participants(group)
+
+    def connect(part: str) -> Connection:
+        how = _save, ddp_checkpoint.load, group.hang_up
+        return Connection(C10dBackend(group, part), participants, *how)
+
+    return connect
 
 
 def _save(reducer: Reducer, mode: str) -> dict[str, Any]:

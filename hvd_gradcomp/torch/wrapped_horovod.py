@@ -1,4 +1,4 @@
-"""`hvd.LocalSteps`: local steps over Horovod; see `local_steps`."""
+"""`hvd.LocalSteps` and `hvd.MomentumExchange`: optimizers around another one, over Horovod."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hvd_gradcomp.runtime.participants import Participants
 from hvd_gradcomp.torch import checkpoint
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer, Outer
+from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer
 from hvd_gradcomp.torch.tensor_exchange import Connection
 
@@ -78,7 +79,7 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
 
     Returns:
         A `torch.optim.Optimizer`, with the inner one's groups, state and hooks, and `exchange()`,
-        `restart()`, `outer`, `steps_made` and `exchanges`.
+        `restart()`, `outer`, `steps_made` and `rounds`.
 
     Memory: a copy of the parameters, the outer momentum, and what the compressor keeps. With a
     delay another copy while an exchange is on its way.
@@ -90,39 +91,20 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
         MismatchError, OutOfStepError, DivergedError, NonFiniteGradientError: in `step`, on all
             ranks; see `LocalStepsOptimizer.step`.
     """
-    if not horovod.is_initialized():
-        raise ValueError("call hvd.init() before hvd.LocalSteps(...)")
-    if not process_set.included():
-        raise ValueError(
-            "this rank is not in process_set=: make LocalSteps on its ranks alone, and keep the "
-            "plain optimizer on the others"
-        )
     schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
-    place = hierarchy.place_of(mpi_ops, process_set, True) if hierarchical else None
-    name = comm_horovod.TITLES.take()
-    main = comm_horovod.HorovodBackend(name, process_set)
-    participants = Participants(process_set, place, main.make_groups)
-
-    def connect(part: str) -> Connection:
-        return Connection(
-            comm_horovod.HorovodBackend(f"{name}.{part}", process_set),
-            participants,
-            checkpoint.save,
-            checkpoint.load,
-            lambda: None,  # named collectives: nothing else waits for them
-        )
-
+    ranks = _Ranks("LocalSteps", process_set, hierarchical)
     inner = optimizer
+    place = ranks.participants.place
     if place is not None and place.slots > 1:
         named_parameters = list(named_parameters) if named_parameters is not None else None
-        inside = participants.groups.inside
+        inside = ranks.participants.groups.inside
         inner = DistributedOptimizer(
             optimizer, named_parameters, process_set=inside, nonfinite="propagate", scaler=False
         )
     return LocalStepsOptimizer(
         inner,
         named_parameters,
-        connect,
+        ranks.connect,
         schedule,
         outer,
         compression,
@@ -131,3 +113,92 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
         bucket_bytes=bucket_bytes,
         nonfinite=nonfinite,
     )
+
+
+def MomentumExchange(  # noqa: N802 - beside DistributedOptimizer
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: Any = None,
+    warmup_steps: int = 100,
+    *,
+    process_set: Any = horovod.global_process_set,
+    hierarchical: bool = False,
+    bucket_bytes: int | None = None,
+    nonfinite: str | None = None,
+) -> MomentumExchangeOptimizer:
+    """Wrap Adam or AdamW so that its momentum is exchanged compressed, instead of gradients.
+
+    The way of 1-bit Adam (Tang et al. 2021) with any compressor that keeps what it does not send:
+    in the first steps gradients are averaged dense, and Adam is plain. Then its second moment is
+    fixed, each rank adds its gradient to the common momentum, and the mean over ranks of what the
+    compressor sends of it is the new momentum. ::
+
+        optimizer = hvd.MomentumExchange(torch.optim.AdamW(model.parameters()),
+                                         model.named_parameters(), hvd.OneBitCompressor(), 500)
+
+    The exchange happens in `step`, so it does not overlap with backward. Gradients are this rank's
+    own until then: clip by value or by each rank's own norm.
+
+    Args:
+        optimizer: `torch.optim.Adam` or `AdamW`, without amsgrad.
+        named_parameters: usually `model.named_parameters()`; named by place if None.
+        compression: of the momenta, best one with error feedback; without momentum correction.
+        warmup_steps: first steps, dense; at least 1. Its authors take 15 to 20 % of a training.
+        process_set, hierarchical, bucket_bytes: as in `DistributedOptimizer`.
+        nonfinite: if a gradient of some rank is not finite: "raise", or "skip" on all ranks. None
+            for "raise"; with a `GradScaler` all ranks skip.
+
+    Returns:
+        A `torch.optim.Optimizer`, with the inner one's groups, state and hooks.
+
+    Raises:
+        ValueError: Horovod is not initialised; a setting is out of range; the compressor corrects
+            momentum itself, or needs moments of samples.
+        TypeError: the optimizer is another one, or `compression` no compressor.
+        MismatchError, OutOfStepError, NonFiniteGradientError: in `step`, on all ranks.
+    """
+    ranks = _Ranks("MomentumExchange", process_set, hierarchical)
+    return MomentumExchangeOptimizer(
+        optimizer,
+        named_parameters,
+        ranks.connect,
+        compression,
+        warmup_steps,
+        stock=horovod.Compression,
+        bucket_bytes=bucket_bytes,
+        nonfinite=nonfinite,
+    )
+
+
+class _Ranks:
+    """Ranks of a process set, and their connections under one name.
+
+    Args:
+        what: the function that was called, for errors.
+        process_set: the ranks.
+        hierarchical: only sums of hosts are compressed.
+
+    Raises:
+        ValueError: Horovod is not initialised, or this rank takes no part.
+    """
+
+    def __init__(self, what: str, process_set: Any, hierarchical: bool) -> None:
+        if not horovod.is_initialized():
+            raise ValueError(f"call hvd.init() before hvd.{what}(...)")
+        if not process_set.included():
+            raise ValueError(
+                f"this rank is not in process_set=: make {what} on its ranks alone, and keep the "
+                "plain optimizer on the others"
+            )
+        place = hierarchy.place_of(mpi_ops, process_set, True) if hierarchical else None
+        self._name, self._process_set = comm_horovod.TITLES.take(), process_set
+        main = comm_horovod.HorovodBackend(self._name, process_set)
+        self.participants = Participants(process_set, place, main.make_groups)
+        self._stalls = comm_horovod.waiting.among(process_set)
+
+    def connect(self, part: str) -> Connection:
+        """Return the connection for one exchange."""
+        transport = comm_horovod.HorovodBackend(f"{self._name}.{part}", self._process_set)
+        # Collectives have names: nothing else waits for those that a failed rank leaves out.
+        how = checkpoint.save, checkpoint.load, lambda: None
+        return Connection(transport, self.participants, *how, self._stalls)

@@ -1,0 +1,266 @@
+"""`MomentumExchange`: Adam whose momentum is exchanged compressed, instead of gradients.
+
+Compressed gradients harm Adam, since it divides by the root of the mean of their squares: what
+error feedback sends late and in one piece becomes a small step. So here each rank adds its gradient
+to the momentum that all ranks have in common, the momentum travels through the compressor with its
+error feedback, and the mean over ranks is everybody's momentum. The second moment comes from dense
+gradients of the first steps and is fixed then: 1-bit Adam (Tang et al. 2021), section 3, with any
+compressor in the place of the sign.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from hvd_gradcomp.algorithms.dense import NoneCompressor, as_compressor
+from hvd_gradcomp.checkpoint.schema import CheckpointError
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.torch.options import ExchangeOptions
+from hvd_gradcomp.torch.step_sync import OutOfStepError
+from hvd_gradcomp.torch.tensor_exchange import Connection, RankSync, TensorExchange
+from hvd_gradcomp.torch.wrapped_optimizer import KEPT, WrappedOptimizer, dense_gradient, named_of
+
+_FIRST, _SECOND = "exp_avg", "exp_avg_sq"  # as PyTorch's Adam calls them
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
+
+
+class MomentumExchangeOptimizer(WrappedOptimizer):
+    """Adam that exchanges momenta; `MomentumExchange` makes it.
+
+    With betas b1, b2, mean gradients g of the first `warmup_steps` T, and local gradients g_i after
+    them: `m_i = b1 * m + (1 - b1) * g_i`; m is the mean over ranks of what the compressor sends of
+    m_i and of what it kept; `v` is that of step T, corrected by `1 - b2**T`; the update is
+    Adam's, or AdamW's.
+
+    Args:
+        optimizer: an `Adam` or `AdamW`.
+        named_parameters: (name, parameter) of all that it trains; by place if None.
+        connect: returns the connection of one exchange, by its name.
+        compression: of the momenta.
+        warmup_steps: first steps, dense; at least 1.
+        stock: Horovod's `Compression`, if there is Horovod.
+        bucket_bytes, nonfinite: as in `DistributedOptimizer`.
+
+    Attributes:
+        steps_made: so far, skipped ones included.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+        connect: Callable[[str], Connection],
+        compression: Any,
+        warmup_steps: int,
+        *,
+        stock: Any = None,
+        bucket_bytes: int | None = None,
+        nonfinite: str | None = None,
+    ) -> None:
+        super().__init__(optimizer)
+        _require_adam(optimizer)
+        validate.count("warmup_steps", warmup_steps, low=1)
+        if nonfinite not in (None, "raise", "skip"):
+            raise ValueError(
+                f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}: a momentum that is "
+                "not finite stays so"
+            )
+        compressor = as_compressor(compression, stock)
+        if compressor.correction is not None and compressor.correction[0] != 0:
+            raise ValueError(
+                "the compressor corrects a momentum of its own, and a momentum is what travels: "
+                f"pass momentum=0. It is {compressor}"
+            )
+        self._named = named_of(optimizer, named_parameters)
+        self._warmup_steps, self._skips = warmup_steps, nonfinite == "skip"
+        self._settings = settings = (
+            f"{type(optimizer).__name__}, {warmup_steps=}, {bucket_bytes=}, {nonfinite=}, "
+            f"betas={[group['betas'] for group in optimizer.param_groups]}"
+        )
+
+        def exchange(name: str, what: Any) -> TensorExchange:
+            # A step that is not finite on some rank is undone on all; then it is seen to.
+            options = ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite="skip", scaler=False)
+            return TensorExchange(self._named, self._named, what, connect(name), options, settings)
+
+        self._sync = RankSync(connect("sync"))
+        self._dense = exchange("gradients", NoneCompressor())
+        self._momenta = exchange("momenta", compressor)
+        self.steps_made = self._skipped = 0
+
+    # -- one step ------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Exchange, and update the parameters; on all ranks alike.
+
+        Raises:
+            OutOfStepError: on all ranks, if they are in different steps.
+            MismatchError: on all ranks, in the first step, if they train different models.
+            NonFiniteGradientError: on all ranks, if a gradient of one of them is not finite; not
+                with nonfinite="skip", nor with a GradScaler: then all ranks skip the step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.unscale()
+        warm = self.steps_taken < self._warmup_steps
+        exchange = self._dense if warm else self._momenta
+        self._compare(exchange)
+        with torch.no_grad():
+            exchange.start(self._gradients() if warm else self._local_momenta())
+            means = exchange.finish()
+        self.steps_made += 1
+        if means is None:
+            self._skipped += 1
+            if not (self.scaled or self._skips):
+                raise NonFiniteGradientError(
+                    f"a gradient of some rank is not finite in step {self.steps_made}"
+                )
+            return loss
+        if warm:
+            self._step_dense(means)
+        else:
+            self._update(means)
+        return loss
+
+    def _compare(self, exchange: TensorExchange) -> None:
+        every = self._sync.gather([self.steps_made, self._skipped])
+        if len({tuple(words) for words in every.values()}) > 1:
+            self._sync.compare_settings(self._settings)
+            listed = ", ".join(f"rank {rank} after {made}" for rank, (made, _) in every.items())
+            raise OutOfStepError(
+                f"the ranks have made different numbers of steps: {listed}. Call step() equally "
+                "often on all ranks, and load the same checkpoint on all of them"
+            )
+        exchange.agree()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [dense_gradient(p) for _, p in self._named]
+
+    def _local_momenta(self) -> list[torch.Tensor]:
+        """Return this rank's gradients, added to the momenta that all ranks have."""
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        found = []
+        for _, p in self._named:
+            gradient, group = dense_gradient(p), groups[p]
+            if p.requires_grad and not _decoupled(self.inner, group):
+                gradient = gradient.add(p, alpha=float(group["weight_decay"]))
+            found.append(torch.lerp(self._moments(p)[_FIRST], gradient, 1.0 - group["betas"][0]))
+        return found
+
+    def _moments(self, p: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """Return the inner optimizer's state of a parameter, zeros where it has none yet."""
+        state: dict[str, torch.Tensor] = self.state[p]
+        if _FIRST not in state:
+            state["step"] = torch.tensor(0.0)
+            state[_FIRST], state[_SECOND] = torch.zeros_like(p), torch.zeros_like(p)
+        return state
+
+    def _step_dense(self, means: list[torch.Tensor]) -> None:
+        for (_, p), mean in zip(self._named, means):
+            if p.requires_grad:
+                p.grad = mean.to(p.dtype, copy=True)
+        self.inner.step()
+
+    @torch.no_grad()
+    def _update(self, means: list[torch.Tensor]) -> None:
+        momenta = {p: mean for (_, p), mean in zip(self._named, means)}
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p in momenta and p.requires_grad:
+                    self._update_one(p, group, momenta[p])
+
+    def _update_one(
+        self, p: torch.nn.Parameter, group: dict[str, Any], momentum: torch.Tensor
+    ) -> None:
+        """Update a parameter as Adam does, with the exchanged momentum and the fixed variance."""
+        state = self._moments(p)
+        (b1, b2), lr = group["betas"], float(group["lr"])
+        state["step"] += 1
+        state[_FIRST].copy_(momentum)
+        if _decoupled(self.inner, group):
+            p.mul_(1.0 - lr * group["weight_decay"])
+        first = 1.0 - b1 ** float(state["step"])
+        second = math.sqrt(1.0 - b2**self._warmup_steps)
+        root = state[_SECOND].sqrt().div_(second).add_(group["eps"])
+        p.addcdiv_(state[_FIRST], root, value=-lr / first)
+
+    # -- what it keeps, and what it has done ---------------------------------------------------
+
+    @property
+    def exchanges(self) -> tuple[list[TensorExchange], list[TensorExchange]]:
+        return [self._momenta], [self._dense]
+
+    @property
+    def steps_taken(self) -> int:
+        return self.steps_made - self._skipped
+
+    def state_dict(self, mode: str = "sharded") -> dict[str, Any]:
+        """Return the inner optimizer's state, and under "gradcomp" that of the exchange.
+
+        Each rank saves its own residuals; `hvd.save_checkpoint` does so.
+        """
+        kept = {
+            "steps": self.steps_made,
+            "skipped": self._skipped,
+            "warmup_steps": self._warmup_steps,
+            "gradients": self._dense.save(mode),
+            "momenta": self._momenta.save(mode),
+        }
+        return {**self.inner.state_dict(), KEPT: kept}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of `state_dict`, or that of a plain Adam, whose steps count as the first.
+
+        Raises:
+            CheckpointError: it is of another format, compressor, model or number of ranks.
+        """
+        kept = state_dict.get(KEPT)
+        if kept is not None:
+            if not isinstance(kept, dict) or kept.get("warmup_steps") != self._warmup_steps:
+                found = kept.get("warmup_steps") if isinstance(kept, dict) else kept
+                raise CheckpointError(
+                    f"the state was saved with warmup_steps={found}, and here it is "
+                    f"{self._warmup_steps}"
+                )
+            self._dense.load(kept["gradients"])
+            self._momenta.load(kept["momenta"])
+        self.load_inner(state_dict)
+        self.load_rounds(state_dict)
+
+    def load_rounds(self, state_dict: dict[str, Any]) -> None:
+        kept = state_dict.get(KEPT)
+        if kept is not None:
+            self.steps_made, self._skipped = kept["steps"], kept["skipped"]
+            return
+        steps = [int(self.state[p]["step"]) for _, p in self._named if "step" in self.state[p]]
+        self.steps_made, self._skipped = min(steps, default=0), 0
+
+
+def _require_adam(optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer is Adam or AdamW, with options that a fixed variance allows.
+
+    Raises:
+        TypeError: it is another one.
+        ValueError: it keeps the largest variance, or maximizes.
+    """
+    if not isinstance(optimizer, _ADAMS):
+        raise TypeError(
+            "MomentumExchange takes torch.optim.Adam or AdamW, got "
+            f"{type(optimizer).__name__}: with SGD give DistributedOptimizer a compressor that "
+            "corrects momentum, such as DGCCompressor()"
+        )
+    for group in optimizer.param_groups:
+        wrong = [name for name in ("amsgrad", "maximize", "capturable") if group.get(name)]
+        if wrong:
+            raise ValueError(f"MomentumExchange does not take Adam with {wrong[0]}=True")
+
+
+def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))

@@ -1,0 +1,185 @@
+"""Optimizers around another one, which exchange something else than gradients in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from hvd_gradcomp.monitoring.stats import CompressionStats, combined
+from hvd_gradcomp.torch.bucket import Named
+from hvd_gradcomp.torch.reducer import Reducer
+from hvd_gradcomp.torch.tensor_exchange import TensorExchange
+
+KEPT = "gradcomp"  # in a state_dict: what is not the inner optimizer's
+
+
+class WrappedOptimizer(torch.optim.Optimizer):
+    """Optimizer that has another one's groups, options, state and hooks.
+
+    A `GradScaler` calls its `step` also where it has found infinities, so that all ranks count the
+    same steps: `unscale` does what the scaler would have done.
+
+    Args:
+        optimizer: the inner one.
+
+    Raises:
+        TypeError: it is no optimizer.
+        ValueError: it exchanges already.
+    """
+
+    _step_supports_amp_scaling = True  # as PyTorch calls it
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        # Options, groups and state are the inner optimizer's: nothing of the base class is set up.
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer= takes a torch.optim.Optimizer, got {type(optimizer).__name__}"
+            )
+        if isinstance(optimizer, WrappedOptimizer):
+            raise ValueError("optimizer= exchanges already: pass the one inside of it")
+        self.inner = optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the inner optimizer's groups."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:
+        """Return the inner optimizer's state."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Return the inner optimizer's default options."""
+        return self.inner.defaults
+
+    @property
+    def exchanges(self) -> tuple[list[TensorExchange], list[TensorExchange]]:
+        """Return those of disjoint layers, which make up the model, and all others."""
+        raise NotImplementedError
+
+    @property
+    def steps_taken(self) -> int:
+        """Return the steps so far, for statistics."""
+        raise NotImplementedError
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        """Return the reducers of disjoint layers, which make up the model."""
+        return [exchange.reducer for exchange in self.exchanges[0]]
+
+    @property
+    def all_reducers(self) -> list[Reducer]:
+        """Return the reducers of all exchanges, in the same order on all ranks."""
+        return [exchange.reducer for some in self.exchanges for exchange in some]
+
+    def stats(self) -> CompressionStats:
+        """Return the measured traffic of this rank so far.
+
+        `ratio` compares with an exchange of dense gradients in every step.
+        """
+        parts, others = ([x.reducer.stats() for x in some] for some in self.exchanges)
+        return combined(parts, others, self.steps_taken)
+
+    def compare_again(self) -> None:
+        """Compare the settings of all ranks again before the next exchange."""
+        for some in self.exchanges:
+            for exchange in some:
+                exchange.compare_again()
+
+    def load_rounds(self, state_dict: dict[str, Any]) -> None:
+        """Load what `load_state_dict` does but the inner optimizer and what compressors keep."""
+        raise NotImplementedError
+
+    def common_state_dict(self) -> dict[str, Any]:
+        """Return the state that all ranks may go on from."""
+        return self.state_dict()
+
+    def load_inner(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner optimizer's state alone."""
+        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != KEPT})
+
+    def plain_state_dict(self) -> dict[str, Any]:
+        """Return the state of the inner optimizer."""
+        return self.inner.state_dict()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: save and load what it keeps by "
+            "state_dict() and load_state_dict(), on each rank its own"
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as the inner optimizer does."""
+        self.inner.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: what is exchanged is what there was when it was made."""
+        raise RuntimeError(
+            "add_param_group() comes too late for the exchange: add the group to the inner "
+            f"optimizer, and make the {type(self).__name__} anew, on all ranks"
+        )
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Register a hook of the inner optimizer."""
+        return self.inner.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """Register a hook of the inner optimizer."""
+        return self.inner.register_step_post_hook(hook)
+
+    @property
+    def scaled(self) -> bool:
+        """Return True if a GradScaler calls this step."""
+        return hasattr(self, "found_inf")
+
+    def unscale(self) -> bool:
+        """Unscale gradients as a GradScaler asks for it; return True if it has found infinities."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:
+            factor = scale.double().reciprocal().float()
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.mul_(factor.to(p.grad.device))
+        return found is not None and bool(found)
+
+
+def named_of(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+) -> Named:
+    """Return (name, parameter) of what an optimizer trains, in the user's order.
+
+    Raises:
+        ValueError: a parameter has no name, or two have the same.
+    """
+    trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    if named_parameters is None:
+        return [(f"parameter.{place}", p) for place, p in enumerate(trained)]
+    names: dict[torch.nn.Parameter, str] = {}
+    for name, p in named_parameters:
+        names.setdefault(p, name)
+    wanted = set(trained)
+    named = [(name, p) for p, name in names.items() if p in wanted]
+    if len(named) < len(wanted):
+        raise ValueError(
+            f"named_parameters= names {len(named)} of the {len(wanted)} parameters that the "
+            "optimizer trains: pass model.named_parameters() of the whole model"
+        )
+    if len({name for name, _ in named}) < len(named):
+        raise ValueError("named_parameters= gives the same name to several parameters")
+    return named
+
+
+def dense_gradient(p: torch.nn.Parameter) -> torch.Tensor:
+    """Return a parameter's gradient; zeros where there is none."""
+    if p.grad is None:
+        return torch.zeros_like(p)
+    return p.grad.to_dense() if p.grad.is_sparse else p.grad
