@@ -212,7 +212,8 @@ class LocalSteps(tf.Module):
 
     Raises:
         ValueError: Horovod is not initialised; this rank is not in the process set; a setting is
-            out of range; a variable cannot be compressed; moments of samples are asked for.
+            out of range; a variable cannot be compressed; moments of samples are asked for; the
+            optimizer is not built.
         TypeError: `compression` is no compressor, or `outer` no `OuterSGD`.
     """
 
@@ -249,6 +250,11 @@ class LocalSteps(tf.Module):
             raise ValueError(
                 f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}: there is no mean "
                 "of variables that are not finite"
+            )
+        if not getattr(optimizer, "built", True):
+            raise ValueError(
+                "optimizer= is not built, so what it keeps is not known: call its "
+                "build(model.trainable_variables) before"
             )
         _refuse_moments(compressor)
         self._outer, compressor = _settled(outer, compressor)

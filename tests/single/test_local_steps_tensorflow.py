@@ -295,6 +295,7 @@ REFUSED = {
     "every must": {"every": 0},
     "delay must": {"every": 2, "delay": 2},
     "fragments=5": {"every": 8, "fragments": 5},
+    "optimizer= is not built": {"optimizer": keras.optimizers.Adam()},
     "another momentum": {"compression": hvd.DGCCompressor(density=0.1, momentum=0.5)},
 }
 
