@@ -1,4 +1,7 @@
-"""Explanations of failed collectives: Horovod's errors rarely name the cause."""
+"""Errors of ranks in different steps, and explanations of failed collectives.
+
+Horovod's own errors rarely name the cause.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,10 @@ _CAUSES = {  # by a part of the library's error text
         "checkpoint, on all ranks"
     ),
 }
+
+
+class OutOfStepError(RuntimeError):
+    """Error: the ranks are not at the same place of the same step."""
 
 
 def explain(what: str, message: str, who: str = "Horovod") -> str:

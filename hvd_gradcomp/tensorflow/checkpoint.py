@@ -26,9 +26,10 @@ from hvd_gradcomp.core.compressor import is_replicated, leaves
 from hvd_gradcomp.tensorflow.buckets import Bucket
 from hvd_gradcomp.tensorflow.checkpoint_barrier import barrier
 from hvd_gradcomp.tensorflow.comm import gather_objects
+from hvd_gradcomp.tensorflow.local_steps import LocalSteps
 from hvd_gradcomp.tensorflow.reducer import GraphReducer
 from hvd_gradcomp.tensorflow.reducers import distributed_in, optimizer_of, reducer_in
-from hvd_gradcomp.tensorflow.variables import is_own, is_rank_local, plain_variable
+from hvd_gradcomp.tensorflow.variables import is_apart, is_own, is_rank_local, plain_variable
 
 Arrays = dict[str, np.ndarray]
 _META = "meta"
@@ -56,9 +57,9 @@ def save_checkpoint(
             one file, and resumes with any number of ranks, each of which takes its share.
         process_set: the ranks that take part.
         objects: by name. A Keras model (with its optimizer, if it has one), an optimizer, the
-            result of `tape_state`, anything else with `variables`, a list of variables; numbers,
-            texts, and lists and dicts of them are saved as JSON. Equal on all ranks except for
-            compressor state; rank 0's count.
+            result of `tape_state`, a `LocalSteps`, anything else with `variables`, a list of
+            variables; numbers, texts, and lists and dicts of them are saved as JSON. Equal on all
+            ranks except for compressor state, and what local steps have moved; rank 0's count.
 
     Raises:
         CheckpointError: on all ranks, naming those that could not write; or the ranks do not save
@@ -89,18 +90,25 @@ def save_checkpoint(
                     f"{_described(variable)[0]} of {name} is trained on each rank for itself: save "
                     'with mode="sharded"'
                 )
-            if not _is_own(variable):
-                shared[f"{name}/{place}"] = _array(variable)
-            elif mode == "sharded":
+            if mode == "sharded" and (_is_own(variable) or is_apart(plain_variable(variable))):
                 own[f"{name}/{place}"] = _array(variable)
-        reducer, optimizer = _reducer_of(item), distributed_in(_optimizer_of(item))
+            elif not _is_own(variable):
+                shared[f"{name}/{place}"] = _array(variable)
+        optimizer = distributed_in(_optimizer_of(item))
         if mode == "consolidated" and int(getattr(optimizer, "pass_of_step", 0)):
             raise CheckpointError(
                 f"{name} has accumulated part of a step's gradients, which belong to their rank: "
                 "save consolidated checkpoints after the last pass of a step"
             )
-        if reducer is not None:
-            entry["exchange"] = _exchange(reducer, mode, f"{name}/exchange", shared, own)
+        if isinstance(item, LocalSteps):
+            entry["schedule"] = str(item.schedule)
+            if mode == "consolidated" and not item.is_exchanged:
+                raise CheckpointError(
+                    f"{name} has made steps since the last exchange, which belong to their rank: "
+                    f"call {name}.exchange() on all ranks before, or save with mode='sharded'"
+                )
+        for title, reducer in _exchanges(item).items():
+            entry[title] = _exchange(reducer, mode, f"{name}/{title}", shared, own)
     meta |= {"mode": mode, "size": ranks.size}
     files.write(
         folder,
@@ -202,8 +210,13 @@ def _optimizer_of(item: Any) -> Any:
     return item if getattr(item, "optimizer", None) is None else optimizer_of(item)
 
 
-def _reducer_of(item: Any) -> GraphReducer | None:
-    return reducer_in(_optimizer_of(item))
+def _exchanges(item: Any) -> dict[str, GraphReducer]:
+    """Return the reducers of an object, by their titles in a checkpoint."""
+    if isinstance(item, LocalSteps):
+        several = enumerate((*item.reducers, *item.others))
+        return {f"exchange {number}": reducer for number, reducer in several}
+    reducer = reducer_in(_optimizer_of(item))
+    return {} if reducer is None else {"exchange": reducer}
 
 
 def _variables(item: Any) -> list[Any] | None:
@@ -216,8 +229,7 @@ def _variables(item: Any) -> list[Any] | None:
     optimizer = _optimizer_of(item)
     if optimizer is not item:
         found += optimizer.variables
-    reducer = _reducer_of(item)
-    exchanged = set() if reducer is None else {id(v) for v in reducer.variables}
+    exchanged = {id(v) for reducer in _exchanges(item).values() for v in reducer.variables}
     kept = {id(plain_variable(v)): v for v in found}
     return [v for key, v in kept.items() if key not in exchanged and v.name != "gradcomp_rank"]
 
@@ -322,8 +334,9 @@ def _summed(
 
 def _commit(items: Iterable[Any]) -> None:
     """Commit the last exchanges: no rollback may pass the loaded checkpoint."""
-    for reducer in filter(None, map(_reducer_of, items)):
-        reducer.counters.commit()
+    for item in items:
+        for reducer in _exchanges(item).values():
+            reducer.counters.commit()
 
 
 def _waits(item: Any) -> bool:
@@ -372,18 +385,22 @@ def _restored(
     variables = _variables(item)
     if variables is None:
         raise CheckpointError("it has no variables here")
+    schedule = str(item.schedule) if isinstance(item, LocalSteps) else None
+    if saved.get("schedule") != schedule:
+        raise CheckpointError(f"it was saved with {saved.get('schedule')}, here it is {schedule}")
     described = [_described(v) for v in variables]
     if described != saved["variables"]:
         raise CheckpointError(_difference(saved["variables"], described))
-    reducer, exchange = _reducer_of(item), saved.get("exchange")
+    exchanges = _exchanges(item)
     plan: list[tuple[Any, Any]] = []
-    if reducer is None or exchange is None:
-        if reducer is not exchange:
-            there, here = ("not ", "") if exchange is None else ("", "not ")
-            raise CheckpointError(f"its optimizer was {there}distributed, here it is {here}so")
-    else:
-        schema.check_exchange(exchange, reducer.compressor, reducer.planner.layouts)
-        plan += _restored_exchange(reducer, exchange, f"{name}/exchange", arrays, mode, size)
+    if ("exchange" in saved) != ("exchange" in exchanges):
+        there, here = ("", "not ") if "exchange" in saved else ("not ", "")
+        raise CheckpointError(f"its optimizer was {there}distributed, here it is {here}so")
+    for title, reducer in exchanges.items():
+        if title not in saved:
+            raise CheckpointError(f"{title} is not in it: it was saved without buffers=")
+        schema.check_exchange(saved[title], reducer.compressor, reducer.planner.layouts)
+        plan += _restored_exchange(reducer, saved[title], f"{name}/{title}", arrays, mode, size)
     for place, variable in enumerate(variables):
         key = f"{name}/{place}"
         if key in arrays:

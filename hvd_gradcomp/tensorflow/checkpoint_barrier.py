@@ -22,6 +22,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.checkpoint.schema import CheckpointError
+from hvd_gradcomp.tensorflow import stall_inspector
 from hvd_gradcomp.tensorflow.comm import gather_objects
 from hvd_gradcomp.tensorflow.reducer import living
 from hvd_gradcomp.tensorflow.step_sync import SAVING, STEPPING
@@ -40,9 +41,14 @@ def barrier(process_set: Any) -> None:
 
     Raises:
         CheckpointError: others are in a step of training. They raise an error, too.
+        DeadlockError: others wait for something else, on all ranks.
     """
-    if process_set.size() == 1:
-        return
+    if process_set.size() > 1:
+        with stall_inspector.translated():
+            _meet(process_set)
+
+
+def _meet(process_set: Any) -> None:
     key, messages = process_set.process_set_id, dict[_Message, Future[Any]]()
     if key not in _begun:  # a failed call may have left one behind
         _begun[key] = summed(tf.zeros(1), f"{_NAME}.begin", process_set)

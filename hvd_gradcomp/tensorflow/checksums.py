@@ -9,6 +9,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.monitoring import verify
+from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.tensorflow.reducer import GraphReducer
 from hvd_gradcomp.tensorflow.variables import plain_variable
 
@@ -29,8 +30,7 @@ def check(reducer: GraphReducer, sources: Sequence[Any]) -> None:
         for (name, _, _), source in zip(reducer.layers, sources)
     ]
     compared += reducer.planner.replicated
-    weights = verify.weights(reducer.ops)
-    own_digests = tf.stack([verify.digest(reducer.ops, _bytes(x), weights) for _, x in compared])
+    own_digests = digests_of(reducer.ops, [x for _, x in compared])
     process_set = reducer.process_set
     digests = mpi_ops.allgather(
         own_digests if reducer.participants.place else own_digests[None],
@@ -59,6 +59,12 @@ def check(reducer: GraphReducer, sources: Sequence[Any]) -> None:
         compare(digests, reducer.steps)
     else:
         tf.py_function(compare, [digests, reducer.steps], [])
+
+
+def digests_of(ops: TensorFlowOps, tensors: Sequence[Any]) -> tf.Tensor:
+    """Return a digest of each tensor's bits, as an int64 vector."""
+    weights = verify.weights(ops)
+    return tf.stack([verify.digest(ops, _bytes(x), weights) for x in tensors])
 
 
 def _bytes(x: Any) -> tf.Tensor:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any
 
 import tensorflow as tf
 
 from hvd_gradcomp.core.compressor import with_leaves
-from hvd_gradcomp.monitoring.stats import CompressionStats
+from hvd_gradcomp.monitoring.stats import CompressionStats, combined
 from hvd_gradcomp.planning import description
 from hvd_gradcomp.runtime import stats as runtime_stats
 from hvd_gradcomp.tensorflow import checksums
+from hvd_gradcomp.tensorflow.local_steps import LocalSteps
 from hvd_gradcomp.tensorflow.reducer import GraphReducer
 from hvd_gradcomp.tensorflow.reducers import distributed_in, reducer_of
 
@@ -21,12 +24,38 @@ def compression_stats(source: Any) -> CompressionStats:
 
     Args:
         source: a distributed optimizer or tape of this package, or the list of variables that
-            tapes (or `reduce_gradients`) were asked about.
+            tapes (or `reduce_gradients`) were asked about; or a `LocalSteps`, whose `steps` are
+            local ones.
 
     Raises:
         TypeError: nothing was exchanged for it.
     """
-    return stats_of(reducer_of(source))
+    return reader_of(source)()
+
+
+def reducers_of(source: Any) -> list[GraphReducer]:
+    """Return all reducers of a source: with local steps one for each fragment.
+
+    Raises:
+        TypeError: it has none.
+    """
+    return source.reducers if isinstance(source, LocalSteps) else [reducer_of(source)]
+
+
+def reader_of(source: Any) -> Callable[[], CompressionStats]:
+    """Return what reads the statistics of a source.
+
+    Raises:
+        TypeError: it has none.
+    """
+    if isinstance(source, LocalSteps):
+        return partial(_stats_of_local_steps, source)
+    return partial(stats_of, reducer_of(source))
+
+
+def _stats_of_local_steps(local: LocalSteps) -> CompressionStats:
+    parts, beside = map(stats_of, local.reducers), map(stats_of, local.others)
+    return combined([*parts], [*beside], local.steps_made)
 
 
 def stats_of(reducer: GraphReducer) -> CompressionStats:
@@ -77,7 +106,10 @@ def describe(source: Any) -> str:
     Raises:
         TypeError: as in `compression_stats`.
     """
-    reducer = reducer_of(source)
+    return "\n".join(map(_described, reducers_of(source)))
+
+
+def _described(reducer: GraphReducer) -> str:
     ranks = reducer.participants.rank_and_size[1]
     return description.describe(
         reducer.compressor, reducer.layers, len(reducer.buckets), ranks, filters_last=True
@@ -95,7 +127,8 @@ def retrain(source: Any) -> None:
     Raises:
         TypeError: as in `compression_stats`.
     """
-    reducer_of(source).retrain()
+    for reducer in reducers_of(source):
+        reducer.retrain()
 
 
 @tf.autograph.experimental.do_not_convert
@@ -133,7 +166,7 @@ def verify(source: Any) -> None:
 
     All ranks of the process set call it at the same place, between steps, eager or in a graph.
     Variables that are not trained, such as the running means of a batch normalization, are each
-    rank's own and are not compared.
+    rank's own and are not compared. With local steps the global variables are compared.
 
     Args:
         source: as in `compression_stats`.
@@ -143,6 +176,10 @@ def verify(source: Any) -> None:
             is TensorFlow's `UnknownError`, with the same message in it.
         TypeError: as in `compression_stats`.
     """
+    if isinstance(source, LocalSteps):
+        for of_fragment, copies in zip(source.reducers, source.global_variables):
+            checksums.check(of_fragment, copies)
+        return
     reducer, variables = reducer_of(source), source
     if not isinstance(source, (list, tuple)):
         variables = distributed_in(source).exchanged_variables

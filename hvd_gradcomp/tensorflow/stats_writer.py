@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import horovod.tensorflow as horovod
 
 from hvd_gradcomp.monitoring import reports
-from hvd_gradcomp.tensorflow.reducers import reducer_of
-from hvd_gradcomp.tensorflow.stats import stats_of
+from hvd_gradcomp.tensorflow.local_steps import LocalSteps
+from hvd_gradcomp.tensorflow.stats import reader_of, reducers_of
 
 
 class StatsWriter(reports.StatsWriter):
@@ -30,7 +29,7 @@ class StatsWriter(reports.StatsWriter):
 
     Args:
         source: as in `compression_stats`: an optimizer that is built; a tape or a list of
-            variables after the first step.
+            variables after the first step; a `LocalSteps`, which has no gradient norm.
         every: steps in a span, at least 1.
         writers: `JSONLines`, `TensorBoard`, and others that are a `Writer`.
 
@@ -42,15 +41,16 @@ class StatsWriter(reports.StatsWriter):
     def __init__(
         self, source: Any, every: int = 100, writers: Sequence[reports.Writer] = ()
     ) -> None:
-        self._reducer = reducer_of(source)
+        self._reducer = reducers_of(source)[0]
         super().__init__(
-            partial(stats_of, self._reducer),
+            reader_of(source),
             rank=horovod.rank(),
             first=self._reducer.process_set.rank() == 0,
             writers=writers,
             every=every,
         )
-        self._reducer.watch()
+        if not isinstance(source, LocalSteps):  # what it exchanges is no gradient
+            self._reducer.watch()
         self._request_norm()
 
     def step(self) -> None:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 _rank_local: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
 _own: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
+_apart: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
 
 
 def new_variable(name: str, value: tf.Tensor) -> tf.Variable:
@@ -40,6 +41,16 @@ def is_own(variable: Any) -> bool:
 def keep_own(variable: tf.Variable) -> None:
     """Mark a parameter whose gradient is not exchanged."""
     _own[id(variable)] = variable
+
+
+def is_apart(variable: Any) -> bool:
+    """Return True if a variable differs between ranks for a while, as with local steps."""
+    return _apart.get(id(variable)) is variable
+
+
+def keep_apart(variable: tf.Variable) -> None:
+    """Mark a variable that differs between ranks for a while: sharded files keep each rank's."""
+    _apart[id(variable)] = variable
 
 
 def plain_variable(source: Any) -> Any:

@@ -32,6 +32,7 @@ from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.monitoring import verify
 from hvd_gradcomp.ops import PayloadError
 from hvd_gradcomp.runtime import config_check, errors
+from hvd_gradcomp.runtime.errors import OutOfStepError as OutOfStepError
 from hvd_gradcomp.runtime.stall_inspector import StallChannel
 from hvd_gradcomp.torch.reducer import Reducer
 
@@ -47,10 +48,6 @@ _ALIKE = (
 )
 _KIND = HERE | SPARSE
 _LAST, _ENDED, _PLAIN, _SPEAKS, _TOLD, _JOINED = 1, 2, 4, 8, 16, 32
-
-
-class OutOfStepError(RuntimeError):
-    """Error: the ranks are not at the same place of the same step."""
 
 
 class GradientChangedError(RuntimeError):

@@ -40,3 +40,40 @@ def test_torch_over_horovod(ranks, backend, tmp_path):
         assert result["handed out"] == results[0]["handed out"]
         assert result["skipped"] == results[0]["skipped"]
         says(result["errors"], MESSAGES)
+
+
+TENSORFLOW_MESSAGES = {
+    "every": "MismatchError",
+    "warmup": "MismatchError",
+    "fragments": "fragments=2",
+    "not finite": "NonFiniteGradientError",
+    "start": "the global variables of the ranks differ",
+    "place": "rank 0 after 3 steps in exchange()",
+    "distributed": "rank 1: its optimizer is distributed",
+    "fit not finite": "NonFiniteGradientError",
+    "fit every": "every=4",
+}
+
+
+def test_tensorflow_over_horovod(tmp_path):
+    results = launch("tensorflow_local_steps", 2, "gloo", tmp_path)
+    first, second = results
+    for result in results:
+        assert max(result["papers"].values()) < 2e-5
+        assert max(result["fit papers"].values()) < 2e-5
+        assert result["warmup"][0] < 1e-5
+        for name, (whole, again) in result["resumed"].items():
+            assert whole == again, name
+        assert len(set(result["fit resumed"])) == 1
+        says(result["errors"], TENSORFLOW_MESSAGES)
+    assert first["warmup"][1] != second["warmup"][1]
+    assert first["warmup"][2] == second["warmup"][2]
+    for name, (apart, ends) in first["methods"].items():
+        assert apart != second["methods"][name][0], name
+        assert ends == second["methods"][name][1], name
+    assert first["consolidated"] == second["consolidated"]
+    assert len(set(first["consolidated"])) == 2  # what was loaded is what was saved
+    assert first["skipped"] == second["skipped"]
+    assert first["fits"] == second["fits"]
+    assert len(set(first["fits"])) == 2  # nothing moves after the last validation
+    assert first["fit resumed"] != second["fit resumed"]  # each rank's own Adam

@@ -31,6 +31,7 @@ from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
 from hvd_gradcomp.tensorflow.datasets import even_batches

@@ -13,6 +13,8 @@ from hvd_gradcomp.algorithms.schedule import EGCCorrection
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
 from hvd_gradcomp.tensorflow.comm import gather_objects, takes_part
+from hvd_gradcomp.tensorflow.keras.local_steps import LocalSteps as LocalSteps
+from hvd_gradcomp.tensorflow.keras.local_steps import callback_of
 from hvd_gradcomp.tensorflow.keras.optimizer import refusal
 from hvd_gradcomp.tensorflow.keras.probing import ProbeCallback as ProbeCallback
 from hvd_gradcomp.tensorflow.keras.stats_writer import StatsWriter as StatsWriter
@@ -31,6 +33,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     A model that is not built yet is built when the first batch comes, from its shape. If that
     fails, since its `train_step` does something else with a batch than `model(x)`, the model is
     broadcast after the first batch, as in Horovod.
+
+    With `callbacks.LocalSteps` it does nothing: that one broadcasts by itself.
 
     It also sets `model.jit_compile = False`, since Keras 3 compiles by itself where there is a GPU
     and Horovod's collectives are no XLA operations.
@@ -83,6 +87,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if not takes_part(self.process_set):
             return
         all_built = _require_reducing(self.model, self.process_set)
+        if callback_of(self.model) is not None:  # which broadcasts by itself
+            self._due, self._exchanges = False, True
+            return
         self._due, self._exchanges = True, not refusal(self.model.optimizer)
         if all_built:
             self._broadcast()
@@ -355,8 +362,12 @@ class VerifyCallback(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         del batch, logs
         self._batches += 1
-        taking_part = reducer_in(self.model.optimizer) is not None
-        if self._batches % self.every == 0 and taking_part:
+        if self._batches % self.every:
+            return
+        callback = callback_of(self.model)
+        if callback is not None and callback.local is not None:
+            verify(callback.local)
+        elif reducer_in(self.model.optimizer) is not None:
             verify(self.model.optimizer)
 
 
@@ -437,7 +448,8 @@ def _require_reducing(model: keras.Model, process_set: Any) -> bool:
     if process_set.size() == 1:
         return model.built
     own_step = type(model).train_step is not keras.Model.train_step  # may exchange by itself
-    own = ("" if own_step else refusal(model.optimizer), model.built)
+    exchanges = own_step or callback_of(model) is not None
+    own = ("" if exchanges else refusal(model.optimizer), model.built)
     gathered = gather_objects(own, tuple[str, bool], "gradcomp.fit", process_set)
     ranks = process_set.ranks or range(len(gathered))
     found = [f"rank {rank}: {reason}" for rank, (reason, _) in zip(ranks, gathered) if reason]
@@ -445,7 +457,7 @@ def _require_reducing(model: keras.Model, process_set: Any) -> bool:
         raise ValueError(
             f"fit would train without an exchange of gradients: {'; '.join(found[:4])}. Compile "
             "the model with hvd.DistributedOptimizer(optimizer, compression=...) on all ranks; "
-            "load it with hvd.load_model, after hvd.init()"
+            "load it with hvd.load_model, after hvd.init(). Or pass hvd.callbacks.LocalSteps to fit"
         )
     return all(built for _, built in gathered)
 

@@ -1,0 +1,223 @@
+"""`LocalSteps` under Keras 3's `fit`; see `hvd_gradcomp.tensorflow.local_steps`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakValueDictionary
+
+import horovod.tensorflow as horovod
+import keras
+import tensorflow as tf
+
+from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule, OuterSGD
+from hvd_gradcomp.tensorflow import local_steps
+from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
+from hvd_gradcomp.tensorflow.comm import gather_objects, takes_part
+from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizerMixin
+from hvd_gradcomp.tensorflow.reducer import LOGGER
+from hvd_gradcomp.tensorflow.reducers import distributed_in, optimizer_of
+from hvd_gradcomp.tensorflow.variables import plain_variable
+
+
+class LocalSteps(keras.callbacks.Callback):
+    """Callback version of `hvd.LocalSteps`: ranks train alone, and exchange every so many batches.
+
+    ::
+
+        model.compile(keras.optimizers.AdamW(1e-3), loss)
+        model.fit(x, y, callbacks=[hvd.callbacks.LocalSteps(**hvd.sparse_loco(every=15))])
+
+    The model is compiled with a plain optimizer, which keeps its own state on each rank, and is
+    built. All ranks begin with the first rank's weights and optimizer; no
+    `BroadcastGlobalVariablesCallback` is needed. Put it before callbacks that save or evaluate the
+    model: after the exchange at the end of an epoch, which comes before the validation, all ranks
+    have the global weights. Between exchanges a rank has its own, and callbacks of batches see
+    these. `fit` ends with an exchange, on all ranks.
+
+    With `steps_per_execution` of `compile` the exchanges come at the end of an execution, which
+    counts as that many steps.
+
+    To resume, build the callback before the load, here and when saving::
+
+        local = hvd.callbacks.LocalSteps(every=15)
+        hvd.load_checkpoint(folder, model=model, local=local.build(model))
+
+    Args:
+        every: batches between two exchanges.
+        outer, compression, fragments, delay, blend: as in `hvd.LocalSteps`.
+        warmup_steps: first batches, in which gradients are averaged in every step, dense. It sets
+            `model.jit_compile = False`, since Horovod's collectives are no XLA operations.
+        average_buffers: average weights that are not trained, such as running means, after each
+            exchange; otherwise they stay each rank's.
+        at_epoch_end: exchange at the end of each epoch as well; the schedule begins again then.
+        process_set: the ranks that take part; others train alone.
+        nonfinite: as in `hvd.LocalSteps`.
+
+    Attributes:
+        local: the `hvd.LocalSteps`, for `hvd.verify`, `hvd.compression_stats` and
+            `hvd.save_checkpoint`; None before the first `fit` or `build`.
+
+    Raises:
+        ValueError: a setting is out of range; in `fit`, on all ranks, the model of one of them is
+            not built or has a distributed optimizer, or `steps_per_execution` does not fit; and as
+            in `hvd.LocalSteps`.
+        TypeError, MismatchError, OutOfStepError, DivergedError, NonFiniteGradientError: in `fit`,
+            as in `hvd.LocalSteps`.
+    """
+
+    def __init__(
+        self,
+        every: int = 15,
+        outer: OuterSGD = DILOCO,
+        compression: Any = None,
+        *,
+        warmup_steps: int = 0,
+        fragments: int = 1,
+        delay: int = 0,
+        blend: float | None = None,
+        average_buffers: bool = False,
+        at_epoch_end: bool = True,
+        process_set: Any = horovod.global_process_set,
+        nonfinite: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
+        self.at_epoch_end, self.process_set = at_epoch_end, process_set
+        self.local: local_steps.LocalSteps | None = None
+        self._average_buffers = average_buffers
+        self._options = {"outer": outer, "compression": compression, "nonfinite": nonfinite}
+        self._due = False  # whether this epoch ends with an exchange, which is yet to come
+        self._averages = False  # whether the optimizer averages gradients, in warm-up
+
+    def set_model(self, model: keras.Model) -> None:
+        super().set_model(model)
+        _callbacks[id(model)] = self
+        if self.schedule.warmup_steps and model.jit_compile:
+            LOGGER.warning("jit_compile=False: Horovod's collectives are no XLA operations")
+            model.jit_compile = False
+            model.train_function = None
+
+    def build(self, model: keras.Model) -> local_steps.LocalSteps:
+        """Return the local steps of a model that is built and compiled, created the first time.
+
+        Raises:
+            ValueError, TypeError: as in `hvd.LocalSteps`.
+        """
+        if self.local is None:
+            buffers = model.non_trainable_variables if self._average_buffers else None
+            self.local = local_steps.LocalSteps(
+                model.trainable_variables,
+                **vars(self.schedule),
+                **self._options,
+                buffers=buffers,
+                optimizer=optimizer_of(model),
+                process_set=self.process_set,
+            )
+        return self.local
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        del logs
+        if not takes_part(self.process_set):
+            return
+        begins = self._begins_alike()
+        local = self.build(self.model)
+        if begins:
+            variables = *self.model.variables, *optimizer_of(self.model).variables
+            plain = map(plain_variable, variables)
+            # A random seed of Keras is no tf.Variable, and each rank has its own.
+            shared = [v for v in plain if isinstance(v, tf.Variable)]
+            first = self.process_set.ranks[0] if self.process_set.ranks else 0
+            broadcast_variables(shared, first, self.process_set)
+        local.restart_if_set()
+        if local.warms_up:
+            self._average_at_first(local)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        del epoch, logs
+        self._due = self.at_epoch_end
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        del batch, logs
+        if self.local is not None:
+            self.local.step(self.model.steps_per_execution)
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        del logs
+        self._end_epoch()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        del epoch, logs
+        self._end_epoch()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        del logs
+        _callbacks.pop(id(self.model), None)
+        if self.local is not None:
+            self.local.exchange()
+        if self._averages:
+            self._averages = False
+            del self.model.optimizer.apply
+            self.model.train_function = None
+
+    def _end_epoch(self) -> None:
+        """Exchange once at the end of an epoch, before or without its validation."""
+        due, self._due = self._due, False
+        if due and self.local is not None:
+            self.local.exchange()
+
+    def _begins_alike(self) -> bool:
+        """Return True if no rank has made a step, so that weights are broadcast.
+
+        Raises:
+            ValueError: on all ranks, if the model of one of them cannot be trained with this.
+        """
+        own = self._refusal(), 0 if self.local is None else self.local.steps_made
+        gathered = gather_objects(own, tuple[str, int], "gradcomp.fit", self.process_set)
+        ranks = self.process_set.ranks or range(len(gathered))
+        found = [f"rank {rank}: {reason}" for rank, (reason, _) in zip(ranks, gathered) if reason]
+        if found:
+            raise ValueError(f"callbacks.LocalSteps cannot train: {'; '.join(found[:4])}")
+        return not any(steps for _, steps in gathered)
+
+    def _refusal(self) -> str:
+        """Return why the model cannot be trained with this; "" if it can."""
+        schedule, together = self.schedule, self.model.steps_per_execution
+        if isinstance(distributed_in(self.model.optimizer), DistributedOptimizerMixin):
+            return (
+                "its optimizer is distributed and exchanges gradients in every step. Compile the "
+                "model with the plain optimizer"
+            )
+        if not self.model.built:
+            return (
+                "the model is not built, and has no weights yet. Give it a keras.Input, or call "
+                "model.build(input_shape) before fit"
+            )
+        parts = schedule.every / schedule.fragments, schedule.delay, schedule.warmup_steps
+        if any(part % together for part in parts):
+            return (
+                f"every / fragments, delay and warmup_steps have to be multiples of "
+                f"steps_per_execution={together}, and are {', '.join(f'{x:g}' for x in parts)}"
+            )
+        return ""
+
+    def _average_at_first(self, local: local_steps.LocalSteps) -> None:
+        """Let the optimizer average gradients while `local` warms up; `fit` traces it anew."""
+        optimizer = self.model.optimizer
+        stock = partial(type(optimizer).apply, optimizer)
+
+        def apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
+            stock(local.reduce_gradients(grads), trainable_variables)
+
+        optimizer.apply, self._averages = apply, True
+        self.model.make_train_function(force=True)
+
+
+_callbacks: WeakValueDictionary[int, LocalSteps] = WeakValueDictionary()  # of models in `fit`
+
+
+def callback_of(model: keras.Model) -> LocalSteps | None:
+    """Return the callback by which a model trains with local steps, or None."""
+    callback = _callbacks.get(id(model))
+    return callback if callback is not None and callback.model is model else None

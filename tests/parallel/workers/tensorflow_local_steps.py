@@ -1,0 +1,354 @@
+"""Local steps on TensorFlow over Horovod: tapes, Keras's `fit`, and what ranks do differently."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import hvd_gradcomp.tensorflow as hvd
+import hvd_gradcomp.tensorflow.keras as hvd_keras
+from tests.oracles import local_steps as oracle
+from tests.parallel.workers.results import digest, errors_of, finish
+
+EVERY = 3
+SHAPES = (30,), (8, 5), (11,)
+ENDS = [0, *np.cumsum([int(np.prod(shape)) for shape in SHAPES]).tolist()]
+RATE = 0.05
+METHODS = [
+    hvd.NoneCompressor(),
+    hvd.SparseGDCompressor(density=0.1),
+    hvd.ChunkedTopKCompressor(chunk=32, k=2),
+    hvd.PowerSGDCompressor(rank=1),
+    hvd.Int8Compressor(),
+]
+
+
+def numbers(*key):
+    return np.random.default_rng(key).normal(size=ENDS[-1]).astype(np.float32)
+
+
+def gradient(rank, step, x):
+    return (x - numbers(1, rank)) * 0.7 + 0.3 * numbers(2, rank, step)
+
+
+def inner(rank, step, x):
+    return x - RATE * gradient(rank, step, x)
+
+
+def network():
+    start = numbers(0)
+    return [tf.Variable(start[a:b].reshape(s)) for a, b, s in zip(ENDS, ENDS[1:], SHAPES)]
+
+
+def flat(variables):
+    return np.concatenate([v.numpy().reshape(-1) for v in variables])
+
+
+@tf.function(reduce_retracing=True)
+def update(variables, gradients):
+    for v, g in zip(variables, gradients):
+        v.assign_sub(RATE * g)
+
+
+def train(variables, local, steps, first=1):
+    for step in range(first, first + steps):
+        g = gradient(hvd.rank(), step, flat(variables))
+        pieces = [tf.constant(g[a:b].reshape(s)) for a, b, s in zip(ENDS, ENDS[1:], SHAPES)]
+        update(variables, local.reduce_gradients(pieces))
+        local.step()
+
+
+def far(found, wanted):
+    return float(np.abs(found - wanted).max())
+
+
+def against_the_papers():
+    """Largest differences to the oracles, in float32."""
+    variables, ranks = network(), hvd.size()
+    local = hvd.LocalSteps(variables, EVERY)
+    train(variables, local, 8)
+    outer, own = oracle.diloco(numbers(0), inner, ranks, 8, EVERY, 0.7, 0.9)
+    found = {"diloco": max(far(flat(variables), own[hvd.rank()]), far(globals_of(local), outer))}
+    variables = network()
+    local = hvd.LocalSteps(variables, 4, fragments=3, delay=2)
+    train(variables, local, 13)
+    parts = [slice(a, b) for a, b in zip(ENDS, ENDS[1:])]
+    how = 4, 0.7, 0.9, parts, 2, 0.5
+    outer, own = oracle.streaming(numbers(0), inner, ranks, 13, *how)
+    found["streaming"] = max(far(flat(variables), own[hvd.rank()]), far(globals_of(local), outer))
+    return found
+
+
+def globals_of(local):
+    return flat([v for some in local.global_variables for v in some])
+
+
+def warmup():
+    """In a graph: the mean gradient at first, and this rank's later; the difference to that."""
+    variables = network()
+    local = hvd.LocalSteps(variables, 2, hvd.OuterSGD(1.0, 0.0), warmup_steps=3)
+
+    @tf.function
+    def step(gradients):
+        update(variables, local.reduce_gradients(gradients))
+
+    x = numbers(0).astype(np.float64)
+    for number in range(1, 4):
+        g = gradient(hvd.rank(), number, flat(variables))
+        step([tf.constant(g[a:b].reshape(s)) for a, b, s in zip(ENDS, ENDS[1:], SHAPES)])
+        local.step()
+        x = np.mean([inner(rank, number, x) for rank in range(hvd.size())], axis=0)
+    difference = far(flat(variables), x)
+    train(variables, local, 1, 4)
+    apart = digest([flat(variables)])
+    train(variables, local, 1, 5)
+    return difference, apart, digest([flat(variables)])
+
+
+def methods():
+    """Digests of variables between exchanges, and after some."""
+    found = {}
+    for compression in METHODS:
+        variables = network()
+        local = hvd.LocalSteps(variables, EVERY, compression=compression)
+        train(variables, local, EVERY + 1)
+        apart = digest([flat(variables)])
+        train(variables, local, EVERY - 1, EVERY + 1)
+        hvd.verify(local)
+        assert hvd.compression_stats(local).steps == 2 * EVERY
+        first = digest([flat(variables)])
+        train(variables, local, 1 + hvd.rank(), 2 * EVERY + 1)  # not equally many
+        local.exchange()
+        assert local.steps_made == 2 * EVERY + 1 + hvd.rank()
+        found[repr(compression)] = apart, [first, digest([flat(variables)])]
+    return found
+
+
+def started():
+    variables = network()
+    compression = hvd.SparseGDCompressor(density=0.1)
+    return variables, hvd.LocalSteps(variables, 4, compression=compression, delay=1)
+
+
+def resumed(folder, cut_at):
+    """Digests of two trainings, one of which was saved and loaded."""
+
+    def end(variables, local):
+        return digest([flat(variables), *(v.numpy() for v in local.variables)])
+
+    variables, local = started()
+    train(variables, local, cut_at)
+    hvd.save_checkpoint(folder, variables=variables, local=local)
+    train(variables, local, 4, cut_at + 1)
+    again, other = started()
+    hvd.load_checkpoint(folder, variables=again, local=other)
+    train(again, other, 4, cut_at + 1)
+    return end(variables, local), end(again, other)
+
+
+def consolidated(folder):
+    """Digests of variables before a save for any number of ranks, after the load, and later."""
+    variables, local = started()
+    train(variables, local, 6)
+    local.exchange()
+    hvd.save_checkpoint(folder, mode="consolidated", variables=variables, local=local)
+    again, other = started()
+    hvd.load_checkpoint(folder, variables=again, local=other)
+    found = [digest([flat(variables)]), digest([flat(again)])]
+    train(again, other, 4, other.steps_made + 1)
+    other.exchange()
+    return [*found, digest([flat(again)])]
+
+
+def skipped():
+    """NaN on one rank: all go back, and on."""
+    variables = network()
+    local = hvd.LocalSteps(
+        variables, 2, compression=hvd.SparseGDCompressor(density=0.1), nonfinite="skip"
+    )
+    train(variables, local, 2)
+    before = digest([flat(variables)])
+    spoil(variables)
+    train(variables, local, 2, 3)
+    assert digest([flat(variables)]) == before
+    train(variables, local, 2, 5)
+    assert np.isfinite(flat(variables)).all()
+    return digest([flat(variables)])
+
+
+def spoil(variables):
+    if hvd.rank() == 1:
+        variables[0].assign(np.full(SHAPES[0], np.nan))
+
+
+# -- Keras ---------------------------------------------------------------------------------------
+
+
+def data(rank, batches):
+    random = np.random.default_rng(10 + rank)
+    x = random.normal(size=(8 * batches, 6)).astype(np.float32)
+    return x, x[:, :3] * (1 + rank)
+
+
+def model_of(optimizer, *more, **options):
+    keras.utils.set_random_seed(1 + hvd.rank())  # the callback broadcasts
+    made = keras.Sequential([keras.Input((6,)), layers.Dense(3, use_bias=False), *more])
+    made.compile(optimizer, "mse", **options)
+    return made
+
+
+def fit(model, callbacks, first=0, last=8, **options):
+    x, y = data(hvd.rank(), last)
+    hows = {"batch_size": 8, "shuffle": False, "verbose": 0, **options}
+    model.fit(x[8 * first :], y[8 * first :], callbacks=callbacks, **hows)
+    return model
+
+
+def weights(model):
+    return [np.asarray(v.value) for v in model.weights]
+
+
+def fit_against_the_paper():
+    """The largest difference; with several steps an execution too."""
+    found = {}
+    for together in (1, 2):
+        model = model_of(keras.optimizers.SGD(0.1), steps_per_execution=together)
+        first = hvd.broadcast(model.weights[0].value, 0, name="first").numpy()
+
+        def step(rank, number, flat):
+            x, y = (a[8 * (number - 1) : 8 * number] for a in data(rank, 8))
+            w = flat.reshape(6, 3)
+            return (w - 0.1 * 2 / y.size * x.T @ (x @ w - y)).reshape(-1)
+
+        outer, _ = oracle.diloco(first.reshape(-1), step, hvd.size(), 8, 4, 0.7, 0.9)
+        fit(model, [hvd_keras.callbacks.LocalSteps(4)])
+        found[str(together)] = far(weights(model)[0].reshape(-1), outer)
+    return found
+
+
+def fits():
+    """Digests after `fit` with everything, and whether validation has seen global weights."""
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None):
+            seen.append(digest(v.numpy() for v in map(tf.convert_to_tensor, self.model.weights)))
+
+    callback = hvd_keras.callbacks.LocalSteps(
+        **hvd.sparse_loco(every=3, chunk=32, k=8), warmup_steps=2, average_buffers=True
+    )
+    model = model_of(keras.optimizers.AdamW(0.01), layers.BatchNormalization())
+    rest = [
+        hvd_keras.callbacks.BroadcastGlobalVariablesCallback(),
+        hvd_keras.callbacks.MetricAverageCallback(),
+        hvd_keras.callbacks.VerifyCallback(3),
+        Watch(),
+    ]
+    fit(model, [callback, *rest], epochs=2, validation_data=data(0, 2))
+    return [*seen, digest(weights(model))]
+
+
+def fit_resumed(folder):
+    """Digests of weights and optimizers of all, saved in the middle of a round."""
+
+    def start():
+        model = model_of(keras.optimizers.Adam(0.01), layers.Dense(3))
+        how = {"compression": hvd.SparseGDCompressor(density=0.2), "at_epoch_end": False}
+        return model, hvd_keras.callbacks.LocalSteps(3, **how)
+
+    def end(model):
+        own = map(tf.convert_to_tensor, model.optimizer.variables)
+        return digest([*weights(model), *(v.numpy() for v in own)])
+
+    class Saving(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 3:
+                hvd.save_checkpoint(folder, model=self.model, local=whole_callback.local)
+
+    whole, whole_callback = start()
+    fit(whole, [whole_callback, Saving()])
+    again, callback = start()
+    hvd.load_checkpoint(folder, model=again, local=callback.build(again))
+    fit(again, [callback], 4)
+    return end(whole), end(again)
+
+
+# -- what ranks do differently -------------------------------------------------------------------
+
+
+def said(rank):
+    def loop(steps, spoiled=False, shift=0.0, **options):
+        variables = network()
+        variables[1].assign_add(tf.fill(SHAPES[1], shift))
+        local = hvd.LocalSteps(variables, **options)
+        train(variables, local, steps - 1)
+        if spoiled:
+            spoil(variables)
+        train(variables, local, 1, steps)
+        return variables, local
+
+    def other_place():
+        variables, local = loop(3 + rank, every=4)
+        local.exchange() if rank == 0 else train(variables, local, 4, 5)
+
+    def distributed():
+        optimizer = keras.optimizers.SGD(0.1)
+        if rank:
+            optimizer = hvd_keras.DistributedOptimizer(optimizer)
+        else:
+            hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1))  # names are drawn alike
+        fit(model_of(optimizer), [hvd_keras.callbacks.LocalSteps(4)])
+
+    def spoiled_fit():
+        class Spoil(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if batch == 2 and rank == 1:
+                    self.model.weights[0].assign(np.full((6, 3), np.nan))
+
+        fit(model_of(keras.optimizers.SGD(0.1)), [Spoil(), hvd_keras.callbacks.LocalSteps(4)])
+
+    return errors_of(
+        {
+            "every": lambda: loop(4, every=2 + 2 * rank),
+            "warmup": lambda: loop(4, every=2, warmup_steps=rank),
+            "fragments": lambda: loop(4, every=4, fragments=1 + rank),
+            "not finite": lambda: loop(2, spoiled=True, every=2),
+            "start": lambda: loop(4, shift=float(rank), every=4),
+            "place": other_place,
+            "distributed": distributed,
+            "fit not finite": spoiled_fit,
+            "fit every": lambda: fit(
+                model_of("sgd"), [hvd_keras.callbacks.LocalSteps(2 + 2 * rank)]
+            ),
+        }
+    )
+
+
+def main(folder: str) -> None:
+    hvd.init()
+    here = Path(folder)
+    result = {
+        "papers": against_the_papers(),
+        "warmup": warmup(),
+        "methods": methods(),
+        "resumed": {
+            "after an exchange": resumed(here / "after", 4),
+            "on its way": resumed(here / "way", 9),
+        },
+        "consolidated": consolidated(here / "all"),
+        "skipped": skipped(),
+        "fit papers": fit_against_the_paper(),
+        "fits": fits(),
+        "fit resumed": fit_resumed(here / "fit"),
+        "errors": said(hvd.rank()),
+    }
+    finish(hvd, folder, result)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

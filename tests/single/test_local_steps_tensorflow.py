@@ -1,0 +1,413 @@
+"""Local steps on TensorFlow with one rank: against the papers' pseudo-code, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvd_gradcomp.tensorflow as hvd
+import hvd_gradcomp.tensorflow.keras as hvd_keras
+from hvd_gradcomp.algorithms.local_steps import LocalSchedule, cut
+from hvd_gradcomp.core.compressor import leaves
+from tests.oracles import local_steps as oracle
+
+SHAPES = {"a": (40,), "b": (8, 6), "c": (16,), "d": (24,)}
+SIZES = [int(np.prod(shape)) for shape in SHAPES.values()]
+ENDS = [0, *np.cumsum(SIZES).tolist()]
+RATE = 0.05
+
+
+@pytest.fixture(scope="module", autouse=True)
+def horovod():
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def numbers(*key):
+    return np.random.default_rng(key).normal(size=ENDS[-1]).astype(np.float32)
+
+
+START = numbers(0)
+
+
+def gradient(step, x):
+    return (x - numbers(1)) * 0.7 + 0.3 * numbers(2, step)
+
+
+def inner(rank, step, x):
+    del rank
+    return x - RATE * gradient(step, x)
+
+
+def network(dtype="float32"):
+    pieces = (START[a:b].reshape(s) for a, b, s in zip(ENDS, ENDS[1:], SHAPES.values()))
+    return [tf.Variable(x, name=n, dtype=dtype) for n, x in zip(SHAPES, pieces)]
+
+
+def flat(variables):
+    return np.concatenate([tf.cast(v, tf.float32).numpy().reshape(-1) for v in variables])
+
+
+def globals_of(local):
+    return flat([v for some in local.global_variables for v in some])
+
+
+def train(variables, local, steps, first=1, averages=False):
+    for step in range(first, first + steps):
+        g = gradient(step, flat(variables))
+        pieces = [
+            tf.constant(g[a:b].reshape(v.shape)) for a, b, v in zip(ENDS, ENDS[1:], variables)
+        ]
+        for v, piece in zip(variables, local.reduce_gradients(pieces) if averages else pieces):
+            v.assign_sub(tf.cast(RATE * piece, v.dtype))
+        local.step()
+
+
+def trained(steps, *how, **more):
+    variables = network()
+    local = hvd.LocalSteps(variables, *how, **more)
+    train(variables, local, steps)
+    return variables, local
+
+
+@pytest.mark.parametrize("every", [1, 3, 7])
+def test_diloco_is_that_of_the_paper(every):
+    outer, own = oracle.diloco(START, inner, 1, 15, every, 0.7, 0.9)
+    variables, local = trained(15, every)
+    np.testing.assert_allclose(globals_of(local), outer, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(flat(variables), own[0], rtol=1e-4, atol=1e-5)
+    assert (local.steps_made, local.rounds) == (15, 15 // every)
+
+
+@pytest.mark.parametrize(
+    ("fragments", "delay", "blend"),
+    [(1, 2, 0.5), (2, 0, None), (2, 1, 0.0), (3, 5, 0.25), (4, 3, None)],
+)
+def test_streaming_is_that_of_the_paper(fragments, delay, blend):
+    parts = [slice(ENDS[r.start], ENDS[r.stop]) for r in cut(SIZES, fragments)]
+    how = 0.7, 0.9, parts, delay, LocalSchedule(6, 0, fragments, delay, blend).blend
+    outer, own = oracle.streaming(START, inner, 1, 25, 6, *how)
+    variables, local = trained(25, 6, fragments=fragments, delay=delay, blend=blend)
+    np.testing.assert_allclose(globals_of(local), outer, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(flat(variables), own[0], rtol=1e-4, atol=1e-5)
+
+
+def test_momentum_may_be_the_compressor_s():
+    everything = hvd.DGCCompressor(density=1.0, masking=False)
+    outer, _ = oracle.diloco(START, inner, 1, 9, 3, 0.7, 0.9)
+    _, local = trained(9, 3, compression=everything)
+    assert not any(v.name.startswith("gradcomp_velocity") for v in local.variables)
+    np.testing.assert_allclose(globals_of(local), outer, rtol=1e-4, atol=1e-5)
+
+
+def test_several_steps_at_once():
+    variables = network()
+    local = hvd.LocalSteps(variables, 4)
+    local.step(3)
+    assert local.rounds == 0
+    local.step(3)
+    assert (local.rounds, local.steps_made) == (1, 6)
+
+
+def test_an_exchange_in_between_begins_the_schedule_again():
+    variables, local = trained(5, 4, delay=1)
+    assert not local.is_exchanged
+    local.exchange()
+    assert local.is_exchanged
+    assert (local.steps_made, local.rounds) == (5, 2)
+    np.testing.assert_array_equal(flat(variables), globals_of(local))
+    before = flat(variables)
+    local.exchange()  # nothing has moved: the outer momentum must not go on alone
+    np.testing.assert_array_equal(flat(variables), before)
+    train(variables, local, 3, 6)
+    assert local.rounds == 2
+    train(variables, local, 2, 9)  # sent after four, applied after five
+    assert local.rounds == 3
+
+
+def test_warmup_steps_plainly_and_an_exchange_leaves_it_alone():
+    x = START.astype(np.float64)
+    for step in (1, 2, 3):
+        x = inner(0, step, x)
+    variables = network()
+    local = hvd.LocalSteps(variables, 4, warmup_steps=3)
+    train(variables, local, 2, averages=True)
+    local.exchange()
+    assert (local.steps_made, local.is_exchanged) == (2, True)
+    train(variables, local, 1, 3, averages=True)
+    np.testing.assert_allclose(globals_of(local), x, rtol=1e-5, atol=1e-6)
+    train(variables, local, 4, 4, averages=True)
+    assert (local.steps_made, local.rounds) == (7, 1)
+
+
+def test_gradients_are_averaged_in_a_graph_too():
+    variables = network()
+    local = hvd.LocalSteps(variables, 4, warmup_steps=1)
+    sums = [tf.ones(v.shape) for v in variables]
+    sums[2] = None
+
+    @tf.function
+    def reduced():
+        return local.reduce_gradients(sums)
+
+    for _ in range(2):
+        assert [g is None for g in reduced()] == [False, False, True, False]
+        local.step()
+    assert int(local.others[0].steps) == 1
+
+
+def test_variables_that_were_set():
+    variables, local = trained(4, 4)
+    for v, value in zip(variables, network()):
+        v.assign(value)
+    local.restart_if_set()
+    np.testing.assert_array_equal(globals_of(local), START)
+    train(variables, local, 1, 5)
+    for v, value in zip(variables, network()):
+        v.assign(2 * value)
+    local.restart()
+    np.testing.assert_array_equal(globals_of(local), 2 * START)
+    assert local.is_exchanged
+
+
+def test_half_precision_has_global_variables_in_float32():
+    variables = network("float16")
+    local = hvd.LocalSteps(variables, 2)
+    train(variables, local, 2)
+    (copies,) = local.global_variables
+    assert {c.dtype for c in copies} == {tf.float32}
+    for v, c in zip(variables, copies):
+        np.testing.assert_array_equal(v.numpy(), c.numpy().astype(np.float16))
+    before = globals_of(local)
+    local.restart_if_set()
+    np.testing.assert_array_equal(globals_of(local), before)
+
+
+def test_frozen_variables_stay():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
+    local = hvd.LocalSteps(model.trainable_variables, 1)
+    for variable in model.trainable_variables:
+        variable.assign_add(tf.ones(variable.shape))
+    local.step()  # the outer optimizer has momentum now
+    model.layers[0].trainable = False
+    before = [v.numpy() for v in model.layers[0].weights]
+    local.step()
+    local.step()
+    for v, value in zip(model.layers[0].weights, before):
+        np.testing.assert_array_equal(v.numpy(), value)
+
+
+def test_variables_that_are_not_finite():
+    variables, local = trained(2, 2, nonfinite="skip", compression=hvd.SparseGDCompressor(0.1))
+    before = flat(variables)
+    (bucket,) = local.reducers[0].buckets
+    kept = [x.numpy() for _, x in leaves(bucket.state)]
+    variables[1].assign(np.full((8, 6), np.nan))
+    train(variables, local, 2, 3)
+    np.testing.assert_array_equal(flat(variables), before)
+    for x, (_, now) in zip(kept, leaves(bucket.state)):
+        np.testing.assert_array_equal(x, now)
+    variables, local = trained(1, 2)
+    variables[1].assign(np.full((8, 6), np.inf))
+    with pytest.raises(hvd.NonFiniteGradientError, match="nonfinite='skip'"):
+        train(variables, local, 1, 2)
+
+
+@pytest.mark.parametrize("cut_at", [3, 5, 6, 8])
+def test_tensorflow_s_checkpoint_resumes_to_the_bit(cut_at, tmp_path):
+    how = {"warmup_steps": 2, "fragments": 2, "delay": 2}
+
+    def start():
+        variables = network()
+        local = hvd.LocalSteps(variables, 4, compression=hvd.SparseGDCompressor(0.1), **how)
+        return variables, local, tf.train.Checkpoint(local=local, variables=variables)
+
+    whole, kept, _ = start()
+    train(whole, kept, 14, averages=True)
+    variables, local, keeper = start()
+    train(variables, local, cut_at, averages=True)
+    path = keeper.save(str(tmp_path / "state"))
+    variables, local, keeper = start()
+    keeper.restore(path).assert_consumed()
+    train(variables, local, 14 - cut_at, cut_at + 1, averages=True)
+    np.testing.assert_array_equal(flat(variables), flat(whole))
+    for a, b in zip(local.variables, kept.variables):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+@pytest.mark.parametrize("mode", ["sharded", "consolidated"])
+def test_our_checkpoint_resumes_to_the_bit(mode, tmp_path):
+    def start():
+        variables = network()
+        return variables, hvd.LocalSteps(variables, 4, compression=hvd.SparseGDCompressor(0.1))
+
+    whole, kept = start()
+    train(whole, kept, 8)
+    variables, local = start()
+    train(variables, local, 3)
+    if mode == "consolidated":
+        with pytest.raises(hvd.CheckpointError, match=r"call local\.exchange\(\)"):
+            hvd.save_checkpoint(tmp_path, mode=mode, variables=variables, local=local)
+        train(variables, local, 1, 4)
+    done = local.steps_made
+    hvd.save_checkpoint(tmp_path, mode=mode, variables=variables, local=local)
+    variables, local = start()
+    hvd.load_checkpoint(tmp_path, variables=variables, local=local)
+    train(variables, local, 8 - done, done + 1)
+    np.testing.assert_array_equal(flat(variables), flat(whole))
+    np.testing.assert_array_equal(globals_of(local), globals_of(kept))
+    other = hvd.LocalSteps(variables, 5, compression=hvd.SparseGDCompressor(0.1))
+    with pytest.raises(hvd.CheckpointError, match=r"every=4.*every=5"):
+        hvd.load_checkpoint(tmp_path, variables=variables, local=other)
+
+
+def test_statistics_count_local_steps(tmp_path):
+    variables = network()
+    buffers = [tf.Variable([1.0, 2.0], trainable=False), tf.Variable([3], trainable=False)]
+    local = hvd.LocalSteps(variables, 4, fragments=2, buffers=buffers)
+    writer = hvd.StatsWriter(local, every=4, writers=[hvd.JSONLines(tmp_path / "stats.jsonl")])
+    for step in range(1, 9):
+        train(variables, local, 1, step)
+        writer.step()
+    writer.close()
+    stats, table = hvd.compression_stats(local), hvd.describe(local)
+    assert stats.steps == 8
+    assert stats.bytes_sent == 2 * (ENDS[-1] + 2) * 4
+    assert set(stats.layers) == {*SHAPES, "Variable"}
+    assert all(name in table for name in SHAPES)
+    hvd.verify(local)
+    hvd.retrain(local)
+    lines = (tmp_path / "stats.jsonl").read_text().splitlines()
+    assert [json.loads(line)["compression/steps"] for line in lines] == [4, 4]
+    np.testing.assert_array_equal(buffers[0].numpy(), [1.0, 2.0])
+
+
+REFUSED = {
+    "outer=": {"outer": 0.7},
+    "nonfinite must": {"nonfinite": "propagate"},
+    "moments='step'": {"compression": hvd.VarianceCompressor(moments="microbatch")},
+    "compression must": {"compression": 4},
+    "every must": {"every": 0},
+    "delay must": {"every": 2, "delay": 2},
+    "fragments=5": {"every": 8, "fragments": 5},
+    "optimizer= is not built": {"optimizer": keras.optimizers.Adam()},
+    "another momentum": {"compression": hvd.DGCCompressor(density=0.1, momentum=0.5)},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_settings(message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        hvd.LocalSteps(network(), **REFUSED[message])
+
+
+def test_what_is_not_trained_is_refused():
+    with pytest.raises(ValueError, match="buffers="):
+        hvd.LocalSteps([*network(), tf.Variable(1.0, trainable=False)])
+
+
+def test_a_step_in_a_graph_is_refused():
+    local = hvd.LocalSteps(network())
+    with pytest.raises(RuntimeError, match=r"outside of the tf\.function"):
+        tf.function(local.step)()
+
+
+X = np.random.default_rng(3).normal(size=(24, 4)).astype(np.float32)
+
+
+def compiled(**more):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(3), keras.layers.BatchNormalization()]
+    )
+    model.compile(keras.optimizers.Adam(0.01), "mse", **more)
+    return model
+
+
+def fit(model, callbacks, **more):
+    return model.fit(X, X[:, :3], 4, callbacks=callbacks, shuffle=False, verbose=0, **more)
+
+
+class Watch(keras.callbacks.Callback):
+    """Whether weights are the global ones, at each event."""
+
+    def __init__(self, callback):
+        super().__init__()
+        self.callback, self.seen = callback, []
+
+    def note(self, event):
+        self.seen.append((event, self.callback.local.is_exchanged))
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.note("batch")
+
+    def on_test_begin(self, logs=None):
+        self.note("test")
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.note("epoch")
+
+
+def test_fit_exchanges_before_it_validates(tmp_path):
+    callback = hvd_keras.callbacks.LocalSteps(4, average_buffers=True)
+    watch = Watch(callback)
+    writer = hvd_keras.callbacks.StatsWriter(6, [hvd.JSONLines(tmp_path / "stats.jsonl")])
+    rest = [
+        writer,
+        watch,
+        hvd_keras.callbacks.BroadcastGlobalVariablesCallback(),
+        hvd_keras.callbacks.MetricAverageCallback(),
+        hvd_keras.callbacks.VerifyCallback(2),
+    ]
+    model = compiled()
+    fit(model, [callback, *rest], epochs=2, validation_data=(X, X[:, :3]))
+    epoch = [False, False, False, True, False, False]  # 6 batches
+    once = [*(("batch", done) for done in epoch), ("test", True), ("epoch", True)]
+    assert watch.seen == 2 * once
+    assert (callback.local.steps_made, callback.local.rounds) == (12, 4)
+    lines = (tmp_path / "stats.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    fit(model, [callback])  # another one goes on
+    assert (callback.local.steps_made, callback.local.rounds) == (18, 6)
+
+
+def test_fit_may_exchange_at_its_end_alone():
+    callback = hvd_keras.callbacks.LocalSteps(100, at_epoch_end=False)
+    watch = Watch(callback)
+    fit(compiled(), [callback, watch], epochs=2)
+    assert not any(done for _, done in watch.seen)
+    assert callback.local.rounds == 1
+
+
+def test_fit_with_several_steps_an_execution():
+    callback = hvd_keras.callbacks.LocalSteps(4, at_epoch_end=False)
+    fit(compiled(steps_per_execution=2), [callback], epochs=2)
+    assert (callback.local.steps_made, callback.local.rounds) == (12, 3)
+    for bad in ({"every": 3}, {"every": 4, "fragments": 4}, {"every": 4, "warmup_steps": 1}):
+        with pytest.raises(ValueError, match="multiples of steps_per_execution=2"):
+            fit(compiled(steps_per_execution=2), [hvd_keras.callbacks.LocalSteps(**bad)])
+
+
+def test_fit_averages_gradients_during_warmup():
+    model = compiled()
+    callback = hvd_keras.callbacks.LocalSteps(4, warmup_steps=8, at_epoch_end=False)
+    fit(model, [callback])
+    assert int(callback.local.others[0].steps) == 6
+    assert "apply" not in vars(model.optimizer)
+    fit(model, [callback])
+    assert int(callback.local.others[0].steps) == 8
+    assert (callback.local.steps_made, callback.local.rounds) == (12, 1)
+
+
+def test_fit_refuses_other_models():
+    model = compiled()
+    model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.SGD()), "mse")
+    with pytest.raises(ValueError, match="Compile the model with the plain optimizer"):
+        fit(model, [hvd_keras.callbacks.LocalSteps()])
+    with pytest.raises(ValueError, match="every must"):
+        hvd_keras.callbacks.LocalSteps(every=0)
