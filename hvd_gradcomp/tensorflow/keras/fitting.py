@@ -1,4 +1,4 @@
-"""Patch of Keras's `fit`, which blocks in TensorFlow's graph, to raise a `DeadlockError`."""
+"""Patch of Keras's `fit`: it raises a `DeadlockError`, and traces a step once instead of twice."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 
+from hvd_gradcomp.tensorflow.keras.optimizer import refusal
+from hvd_gradcomp.tensorflow.reducers import optimizer_of
 from hvd_gradcomp.tensorflow.stall_inspector import translated
 
 _STOCK = keras.Model.fit
@@ -14,10 +16,23 @@ _STOCK = keras.Model.fit
 
 @functools.wraps(_STOCK)
 def _fit(model: keras.Model, *arguments: Any, **options: Any) -> Any:
+    _build(model)
     with translated():
         return _STOCK(model, *arguments, **options)
 
 
+def _build(model: keras.Model) -> None:
+    """Build an optimizer that exchanges, before the first step is traced.
+
+    Keras builds it while it traces, and TensorFlow traces a function again that has created
+    variables. A `train_step` of the user's may train other variables than the model's: it decides.
+    """
+    stock = type(model).train_step is keras.Model.train_step
+    optimizer = getattr(model, "optimizer", None)
+    if stock and model.built and optimizer is not None and not refusal(optimizer):
+        optimizer_of(model)
+
+
 def translate() -> None:
-    """Make the `fit` of all models raise a `DeadlockError` if a deadlock has ended it."""
+    """Patch the `fit` of all models."""
     setattr(keras.Model, "fit", _fit)  # noqa: B010 - a method, which mypy lets nobody assign to
