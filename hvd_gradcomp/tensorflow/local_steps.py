@@ -87,9 +87,13 @@ class Fragment:
         ]
 
     def pseudogradients(self) -> list[Any]:
-        """Return the global variables minus those of this rank; None where nothing trains."""
+        """Return the global variables minus those of this rank; None where nothing trains.
+
+        In the model's precision, with which the ranks began: what only the copies can express is
+        not taken back.
+        """
         return [
-            c - value if v.trainable else None
+            tf.cast(tf.cast(c, v.dtype), c.dtype) - value if v.trainable else None
             for v, c, value in zip(self.sources, self.copies, self.values())
         ]
 

@@ -59,9 +59,15 @@ class Fragment:
     moved: bool = False
 
     def pseudogradients(self) -> list[torch.Tensor]:
-        """Return the global parameters minus those of this rank; zeros where nothing trains."""
+        """Return the global parameters minus those of this rank; zeros where nothing trains.
+
+        In the model's precision, with which the ranks began: what only the copies can express is
+        not taken back.
+        """
         return [
-            c.detach() - p.detach() if p.requires_grad else torch.zeros_like(c)
+            c.detach().to(p.dtype).to(c.dtype) - p.detach()
+            if p.requires_grad
+            else torch.zeros_like(c)
             for c, p in zip(self.copies, self.parameters)
         ]
 

@@ -14,6 +14,7 @@ from hvd_gradcomp.runtime import hierarchy
 from hvd_gradcomp.runtime.participants import Participants
 from hvd_gradcomp.torch import checkpoint
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
+from hvd_gradcomp.torch.grad_synchronizer import synchronizer_of
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer, Outer
 from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer
@@ -91,6 +92,7 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
         MismatchError, OutOfStepError, DivergedError, NonFiniteGradientError: in `step`, on all
             ranks; see `LocalStepsOptimizer.step`.
     """
+    _require_plain(optimizer)
     schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
     ranks = _Ranks("LocalSteps", process_set, hierarchical)
     inner = optimizer
@@ -157,6 +159,7 @@ def MomentumExchange(  # noqa: N802 - beside DistributedOptimizer
         TypeError: the optimizer is another one, or `compression` no compressor.
         MismatchError, OutOfStepError, NonFiniteGradientError: in `step`, on all ranks.
     """
+    _require_plain(optimizer)
     ranks = _Ranks("MomentumExchange", process_set, hierarchical)
     return MomentumExchangeOptimizer(
         optimizer,
@@ -168,6 +171,15 @@ def MomentumExchange(  # noqa: N802 - beside DistributedOptimizer
         bucket_bytes=bucket_bytes,
         nonfinite=nonfinite,
     )
+
+
+def _require_plain(optimizer: torch.optim.Optimizer) -> None:
+    """Raise a ValueError if gradients of the optimizer are exchanged already."""
+    if synchronizer_of(optimizer) is not None:
+        raise ValueError(
+            "optimizer= exchanges gradients in each step already: pass the optimizer that "
+            "DistributedOptimizer was made from, over the same parameters"
+        )
 
 
 class _Ranks:

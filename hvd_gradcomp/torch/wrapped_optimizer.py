@@ -41,6 +41,12 @@ class WrappedOptimizer(torch.optim.Optimizer):
             raise ValueError("optimizer= exchanges already: pass the one inside of it")
         self.inner = optimizer
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what the inner optimizer has, such as its hooks."""
+        if name in ("inner", "found_inf", "grad_scale"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Return the inner optimizer's groups."""
@@ -125,14 +131,6 @@ class WrappedOptimizer(torch.optim.Optimizer):
             "add_param_group() comes too late for the exchange: add the group to the inner "
             f"optimizer, and make the {type(self).__name__} anew, on all ranks"
         )
-
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """Register a hook of the inner optimizer."""
-        return self.inner.register_step_pre_hook(hook)
-
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """Register a hook of the inner optimizer."""
-        return self.inner.register_step_post_hook(hook)
 
     @property
     def scaled(self) -> bool:

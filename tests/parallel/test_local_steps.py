@@ -14,6 +14,7 @@ MESSAGES = {
     "start": "the global parameters of the ranks differ",
     "steps": "in exchange()",
     "samples": "moments='step'",
+    "exchanges_already": "exchanges gradients in each step already",
     "momenta_of_sgd": "TypeError: MomentumExchange takes",
 }
 

@@ -534,6 +534,40 @@ def test_half_precision_has_global_parameters_in_float32():
     np.testing.assert_array_equal(first, second)
 
 
+def test_half_precision_takes_nothing_back():
+    """What only the global parameters can express stays, where nothing was trained."""
+
+    def work(rank):
+        net = Net().to(torch.bfloat16)
+        optimizer = over(rank, net, LocalSchedule(1), OuterSGD(1.0, 0.0))
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        (fragment,) = optimizer._fragments
+        with torch.no_grad():
+            for c in fragment.copies:
+                c.add_(1e-4)
+            fragment.hand_out(0.0)
+        before = [c.clone() for c in fragment.copies]
+        optimizer.step()
+        return all(map(torch.equal, before, fragment.copies))
+
+    assert run(2, work) == [True, True]
+
+
+def test_hooks_of_both():
+    def work(rank):
+        net, seen = Net(), []
+        optimizer = over(rank, net, LocalSchedule(2))
+        optimizer.register_step_post_hook(lambda *_: seen.append("step"))
+        optimizer.register_state_dict_post_hook(lambda _, state: seen.append("state"))
+        train(rank, net, optimizer, 2)
+        optimizer.state_dict()
+        return seen
+
+    assert run(1, work) == [["step", "step", "state"]]
+
+
 def test_frozen_parameters_stay():
     def work(rank):
         net = Net()

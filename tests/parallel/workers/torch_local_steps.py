@@ -183,7 +183,11 @@ def different():
     def momenta_of_sgd():
         hvd.MomentumExchange(torch.optim.SGD(network().parameters(), 0.1))
 
-    cases = [momenta_of_sgd, every, not_finite, start, steps, samples]
+    def exchanges_already():
+        sgd = torch.optim.SGD(network().parameters(), 0.1)
+        hvd.LocalSteps(hvd.DistributedOptimizer(sgd))
+
+    cases = [exchanges_already, momenta_of_sgd, every, not_finite, start, steps, samples]
     return errors_of({case.__name__: case for case in cases})
 
 
