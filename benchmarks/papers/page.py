@@ -76,6 +76,8 @@ GISTS = {
     "lgc": "its code costs nothing beside what it selects, and selecting 0.1 % costs accuracy; "
     "bytes fall short of the paper's in networks this small",
     "transformer": "QSGD is level with no compression; Variance sends more and loses more",
+    "local": "averaging every 15 steps is nearly free, 8-bit integers on top are; outer momentum "
+    "at these rates costs most where rounds are short",
     "today": "8-bit floats and integers lose nothing at 4 times fewer bytes; of those that send "
     "far less, PowerSGD, Signum and DeMo lose least; Elias-Fano and 4 bits make 230 to 250 times "
     "fewer bytes of top-k's 75",
