@@ -18,7 +18,7 @@ from hvd_gradcomp.cli import launching, options, output, style
 from hvd_gradcomp.cli.options import figure
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
-from hvd_gradcomp.cli.without_horovod import Distributed
+from hvd_gradcomp.cli.without_horovod import Distributed, transport_of
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.planning.description import brief
@@ -65,9 +65,9 @@ def command(
 
     It is called once for each compressor, the first time with none, and has to seed what is random.
     "loss" is the mean over ranks of the last tenth of the steps, "step" the median of the slowest
-    rank; "bytes" and "elements" are those of the gradients over those that were sent, "sent" what a
-    rank hands over in a step. Give -c with the settings that you mean: the defaults fit no training
-    in particular.
+    rank, with local steps the mean; "bytes" and "elements" are those of the gradients over those
+    that were sent, "sent" what a rank hands over in a step. Give -c with the settings that you
+    mean: the defaults fit no training in particular.
     """
     options.check_png(png_path)
     try:
@@ -156,12 +156,14 @@ def _trained(
     everywhere = _gathered((losses, seconds), tuple[list[float], list[float]], horovod)
     losses = [statistics.fmean(step) for step in zip(*(losses for losses, _ in everywhere))]
     slowest = [max(step) for step in zip(*(seconds for _, seconds in everywhere))]
+    # With local steps only some of them exchange, which a median would leave out.
+    middle = statistics.fmean if hasattr(source, "schedule") else statistics.median
     return {
         "way": brief(compressor),
         "first_loss": losses[0],
         "loss": statistics.fmean(losses[-max(round(LAST * steps), 1) :]),
         "losses": losses,
-        "ms": 1e3 * statistics.median(slowest[1:]),  # the first one sets up
+        "ms": 1e3 * middle(slowest[1:]),  # the first one sets up
         "element_ratio": found.element_ratio,
         "ratio": found.ratio,
         "bytes": found.bytes_sent / max(found.steps, 1),
@@ -184,7 +186,8 @@ def _frontend(source: Any) -> Any:
     distributed = Distributed.of(source)
     if distributed is not None:
         return distributed
-    if hasattr(source, "_register_hooks"):  # one of Horovod's optimizers for PyTorch
+    # One of Horovod's optimizers for PyTorch, or around another one.
+    if hasattr(source, "_register_hooks") or transport_of(source) == "Horovod":
         return importlib.import_module("hvd_gradcomp.torch")
     if "hvd_gradcomp.tensorflow" in sys.modules:
         return sys.modules["hvd_gradcomp.tensorflow"]

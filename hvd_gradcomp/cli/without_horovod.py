@@ -7,6 +7,14 @@ from importlib import import_module
 from typing import Any
 
 
+def transport_of(source: Any) -> str:
+    """Return the library under `LocalSteps` or `MomentumExchange`; "" for everything else."""
+    wrapped: Any = sys.modules.get("hvd_gradcomp.torch.wrapped_optimizer")
+    if wrapped is None or not isinstance(source, wrapped.WrappedOptimizer):
+        return ""
+    return str(source.reducers[0].transport.library)
+
+
 class Distributed:
     """Job of `torch.distributed`: its ranks, and their statistics."""
 
@@ -17,13 +25,13 @@ class Distributed:
 
     @classmethod
     def of(cls, source: Any) -> Distributed | None:
-        """Return the job of a `DistributedDataParallel` model or a compression state; else None."""
+        """Return the job of what `hvd_gradcomp.torch.ddp` has made or compresses; else None."""
         ddp: Any = sys.modules.get("hvd_gradcomp.torch.ddp")
-        if ddp is None or not isinstance(
-            source, (ddp.CompressionState, ddp.DistributedDataParallel)
-        ):
+        if ddp is None:
             return None
-        return cls()
+        kinds = ddp.CompressionState, ddp.DistributedDataParallel
+        wrapped = transport_of(source) == "torch.distributed"
+        return cls() if wrapped or isinstance(source, kinds) else None
 
     def rank(self) -> int:
         return int(self._dist.get_rank())

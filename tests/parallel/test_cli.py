@@ -143,6 +143,18 @@ def test_compare(tmp_path: Path):
     assert dgc["element_ratio"] > 50
 
 
+def test_compare_knows_local_steps(tmp_path: Path):
+    figures = tmp_path / "compare.json"
+    done = command(
+        *("compare", f"{WORKER}:local", "--steps", "12", "--json", str(figures)),
+        *chosen("QSGDCompressor(bits=8)"),
+    )
+    assert done.returncode == 0, done.stderr
+    none, qsgd = json.loads(figures.read_text())["rows"]
+    assert none["losses"][0] == qsgd["losses"][0]
+    assert none["ratio"] == 4.0 and qsgd["ratio"] > 14  # of gradients in each step
+
+
 def test_compare_over_torch_distributed_starts_its_ranks_itself(tmp_path: Path):
     """With DistributedDataParallel, where importing Horovod is an error."""
     (tmp_path / "horovod.py").write_text("raise ImportError('no Horovod here')\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,10 +43,10 @@ def small() -> nn.Module:
     return nn.Linear(64, 64)
 
 
-def train(compression: Any) -> Iterator[Any]:
+def train(compression: Any, wrap: Any = hvd.DistributedOptimizer) -> Iterator[Any]:
     hvd.init()
     model, loss = factory()
-    optimizer = hvd.DistributedOptimizer(
+    optimizer = wrap(
         torch.optim.SGD(model.parameters(), lr=0.1),
         model.named_parameters(),
         compression=compression,
@@ -57,6 +58,11 @@ def train(compression: Any) -> Iterator[Any]:
         value.backward()
         optimizer.step()
         yield value.item()
+
+
+def local(compression: Any) -> Iterator[Any]:
+    """With local steps."""
+    yield from train(compression, partial(hvd.LocalSteps, every=4, outer=hvd.OuterSGD(1, 0)))
 
 
 def short(compression: Any) -> Iterator[Any]:
