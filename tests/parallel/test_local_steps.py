@@ -77,3 +77,25 @@ def test_tensorflow_over_horovod(tmp_path):
     assert first["fits"] == second["fits"]
     assert len(set(first["fits"])) == 2  # nothing moves after the last validation
     assert first["fit resumed"] != second["fit resumed"]  # each rank's own Adam
+
+
+MOMENTA_MESSAGES = {
+    "not finite": "NonFiniteGradientError",
+    "warmup": "MismatchError",
+    "gradients": "MismatchError",
+}
+
+
+def test_momenta_on_tensorflow(tmp_path):
+    first, second = launch("tensorflow_momenta", 2, "gloo", tmp_path)
+    for name in ("fit", "loop", "skipped"):
+        assert first[name] == second[name], name
+    for seen in (*first["fit"].values(), *first["loop"].values()):
+        assert len(set(seen)) == len(seen)  # each step moves
+    for result in (first, second):
+        assert result["plain"] < 1e-6
+        for name, ends in result["ends"].items():
+            assert len(set(ends)) == 1, name
+        dense, *compressed = result["bytes"].values()
+        assert all(sent < 0.7 * dense for sent in compressed)
+        says(result["errors"], MOMENTA_MESSAGES)
