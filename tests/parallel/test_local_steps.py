@@ -90,12 +90,11 @@ def test_momenta_on_tensorflow(tmp_path):
     first, second = launch("tensorflow_momenta", 2, "gloo", tmp_path)
     for name in ("fit", "loop", "skipped"):
         assert first[name] == second[name], name
+    assert first["records"] == 4
     for seen in (*first["fit"].values(), *first["loop"].values()):
         assert len(set(seen)) == len(seen)  # each step moves
     for result in (first, second):
         assert result["plain"] < 1e-6
-        for name, ends in result["ends"].items():
-            assert len(set(ends)) == 1, name
-        dense, *compressed = result["bytes"].values()
-        assert all(sent < 0.7 * dense for sent in compressed)
+        assert len(set(result["resumed"])) == 1
+        assert result["bytes"]["one-bit"] < 0.8 * result["bytes"]["none"]  # 3 of 8 steps are dense
         says(result["errors"], MOMENTA_MESSAGES)

@@ -14,7 +14,7 @@ import hvd_gradcomp.tensorflow.keras as hvd
 from tests.parallel.workers.results import digest, errors_of, finish
 
 WARMUP, BATCH = 3, 8
-METHODS = [hvd.NoneCompressor(), hvd.OneBitCompressor(), hvd.SparseGDCompressor(density=0.1)]
+SPARSE = hvd.SparseGDCompressor(density=0.1)
 
 
 def data(first, last):
@@ -57,10 +57,12 @@ class Watch(keras.callbacks.Callback):
 
     def __init__(self, folder=None, at=()):
         super().__init__()
-        self.seen, self.folder, self.at = [], folder, at
+        self.seen, self.folder, self.at, self.warm = [], folder, at, None
 
     def on_train_batch_end(self, batch, logs=None):
         self.seen.append(common(self.model))
+        if len(self.seen) == WARMUP:
+            self.warm = self.model.get_weights()
         if len(self.seen) in self.at:
             hvd.save_checkpoint(self.folder / str(len(self.seen)), model=self.model)
 
@@ -70,50 +72,46 @@ def fit(model, first, last, *callbacks):
     model.fit(*data(first, last), **how)
 
 
-def looped(compression, steps=7):
-    """Digests after each step of a loop with a tape, in a `tf.function`."""
+def looped(compression, graph, steps=6):
+    """Digests after each step of a loop with a tape."""
     model, seen = network(momenta(compression)), []
 
-    @tf.function
     def step(x, y):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((model(x) - y) ** 2)
         gradients = tape.gradient(loss, model.trainable_variables)
         model.optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
+    run = tf.function(step) if graph else step
     for number in range(steps):
-        step(*map(tf.constant, data(number, number + 1)))
+        run(*map(tf.constant, data(number, number + 1)))
         seen.append(common(model))
     hvd.verify(model.optimizer)
     return seen
 
 
-def fitted(compression, folder):
-    """Digests after each step of `fit`, and after resuming before and after the switch."""
-    at, model = (2, 5), network(momenta(compression))
-    watch = Watch(folder, at)
-    writer = hvd.callbacks.StatsWriter(2, [hvd.JSONLines(folder / "stats.jsonl")])
-    fit(model, 0, 8, hvd.callbacks.BroadcastGlobalVariablesCallback(), watch, writer)
+def fitted(compression, folder, *more, at=()):
+    """What has seen `fit`, and digests after resuming before and after the switch."""
+    model, watch = network(momenta(compression)), Watch(folder, at)
+    fit(model, 0, 8, hvd.callbacks.BroadcastGlobalVariablesCallback(), watch, *more)
     hvd.verify(model.optimizer)
-    stats, size = hvd.compression_stats(model.optimizer), model.count_params()
-    assert stats.steps == 8 and set(stats.sizes.values()) and size == sum(stats.sizes.values())
+    stats = hvd.compression_stats(model.optimizer)
+    assert stats.steps == 8 and sum(stats.sizes.values()) == model.count_params()
     ends = [everything(model)]
     for cut in at:
         again = network(momenta(compression))
         hvd.load_checkpoint(folder / str(cut), model=again)
         fit(again, cut, 8)
         ends.append(everything(again))
-    return watch.seen, ends, stats.bytes_sent
+    return watch, ends, stats.bytes_sent
 
 
-def plain_in_the_first_steps():
-    """The largest difference to a plain distributed AdamW."""
+def far_from_plain(weights):
+    """The largest difference to a plain distributed AdamW after the first steps."""
     optimizer = hvd.DistributedOptimizer(keras.optimizers.AdamW(0.01, weight_decay=0.1))
-    model, other = network(optimizer), network(momenta(hvd.OneBitCompressor()))
-    for each in (model, other):
-        fit(each, 0, WARMUP)
-    pairs = zip(model.get_weights(), other.get_weights())
-    return max(float(np.abs(a - b).max()) for a, b in pairs)
+    model = network(optimizer)
+    fit(model, 0, WARMUP)
+    return max(float(np.abs(a - b).max()) for a, b in zip(model.get_weights(), weights))
 
 
 def spoiled(steps):
@@ -125,18 +123,16 @@ def spoiled(steps):
 
 
 def not_finite(scaled):
-    """Digests after a step that all ranks have to skip, and before; and after more."""
-    options = {} if scaled else {"nonfinite": "skip"}
-    optimizer = momenta(hvd.SparseGDCompressor(density=0.1), **options)
+    """Digests after each step, one of which all ranks have to skip."""
+    optimizer = momenta(SPARSE, nonfinite=None if scaled else "skip")
     if scaled:
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=64.0)
-    model = network(optimizer)
-    watch = Watch()
+    model, watch = network(optimizer), Watch()
+    x, y = (np.concatenate(pair) for pair in zip(spoiled(5), data(5, 7)))
     how = {"batch_size": BATCH, "shuffle": False, "verbose": 0, "callbacks": [watch]}
-    model.fit(*spoiled(6), **how)
-    fit(model, 6, 8, watch)
+    model.fit(x, y, **how)
     assert hvd.compression_stats(optimizer).skipped == 1
-    assert watch.seen[4] == watch.seen[5] != watch.seen[6]
+    assert watch.seen[3] == watch.seen[4] != watch.seen[5]
     assert all(np.isfinite(w).all() for w in model.get_weights())
     return watch.seen
 
@@ -168,13 +164,23 @@ def said(rank):
 def main(folder: str) -> None:
     hvd.init()
     here = Path(folder)
-    found = {repr(c): fitted(c, here / str(i)) for i, c in enumerate(METHODS)}
+    writer = hvd.callbacks.StatsWriter(2, [hvd.JSONLines(here / "stats.jsonl")])
+    found = {
+        "none": fitted(hvd.NoneCompressor(), here / "none"),
+        "one-bit": fitted(hvd.OneBitCompressor(), here / "one-bit", writer),
+        "sparse": fitted(SPARSE, here / "sparse", at=(2, 5)),
+    }
     result = {
-        "fit": {name: seen for name, (seen, _, _) in found.items()},
-        "ends": {name: ends for name, (_, ends, _) in found.items()},
+        "fit": {name: watch.seen for name, (watch, _, _) in found.items()},
+        "resumed": found["sparse"][1],
         "bytes": {name: sent for name, (_, _, sent) in found.items()},
-        "loop": {repr(c): looped(c) for c in METHODS},
-        "plain": plain_in_the_first_steps(),
+        "records": hvd.rank() or len((here / "stats.jsonl").read_text().splitlines()),
+        "loop": {
+            "none": looped(hvd.NoneCompressor(), graph=False),
+            "one-bit": looped(hvd.OneBitCompressor(), graph=True),
+            "sparse": looped(SPARSE, graph=False),
+        },
+        "plain": far_from_plain(found["one-bit"][0].warm),
         "skipped": {str(scaled): not_finite(scaled) for scaled in (False, True)},
         "errors": said(hvd.rank()),
     }
