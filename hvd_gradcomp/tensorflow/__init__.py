@@ -47,8 +47,8 @@ __all__ = [name for name in dir() if not name.startswith("_")]
 
 
 def __getattr__(name: str) -> object:
-    if name == "DistributedOptimizer":  # the only one here that needs Keras 3
-        from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizer
+    if name in ("DistributedOptimizer", "MomentumExchange"):  # what needs Keras 3
+        from hvd_gradcomp.tensorflow import keras
 
-        return DistributedOptimizer
+        return getattr(keras, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -78,3 +78,24 @@ def test_tensorflow_over_horovod(tmp_path):
     assert first["fits"] == second["fits"]
     assert len(set(first["fits"])) == 2  # nothing moves after the last validation
     assert first["fit resumed"] != second["fit resumed"]  # each rank's own Adam
+
+
+MOMENTA_MESSAGES = {
+    "not finite": "a rank has a NaN or an infinity in its gradient",
+    "warmup": "MismatchError",
+    "gradients": "MismatchError",
+}
+
+
+def test_momenta_on_tensorflow(tmp_path):
+    first, second = launch("tensorflow_momenta", 2, "gloo", tmp_path)
+    for name in ("fit", "loop", "skipped"):
+        assert first[name] == second[name], name
+    assert first["records"] == 4
+    for seen in (*first["fit"].values(), *first["loop"].values()):
+        assert len(set(seen)) == len(seen)  # each step moves
+    for result in (first, second):
+        assert result["plain"] < 1e-6
+        assert len(set(result["resumed"])) == 1
+        assert result["bytes"]["one-bit"] < 0.8 * result["bytes"]["none"]  # 3 of 8 steps are dense
+        says(result["errors"], MOMENTA_MESSAGES)

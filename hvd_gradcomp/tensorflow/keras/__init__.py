@@ -38,6 +38,7 @@ from hvd_gradcomp.tensorflow.datasets import even_batches
 from hvd_gradcomp.tensorflow.keras import callbacks, elastic
 from hvd_gradcomp.tensorflow.keras.fitting import translate as _translate
 from hvd_gradcomp.tensorflow.keras.moments import track_moments
+from hvd_gradcomp.tensorflow.keras.momentum_exchange import MomentumExchange
 from hvd_gradcomp.tensorflow.keras.optimizer import (
     DistributedOptimizer,
     PartialDistributedOptimizer,

@@ -381,7 +381,7 @@ class DistributedOptimizerMixin(_KerasOptimizer):
             self._compressor,
             options,
             name=self._title,
-            settings=f", backward_passes_per_step={passes}, verify_every={options.verify_every}",
+            settings=self._settings,
             make_variable=self._state_variable,
             tables=[] if passes > 1 else tables_of(layers),
         )
@@ -398,6 +398,12 @@ class DistributedOptimizerMixin(_KerasOptimizer):
             )
             reducer.sums = [*self._added, *self._squared]
             self._sums = GradientAccumulation(options, self._pass, self._added, self._squared)
+
+    @property
+    def _settings(self) -> str:
+        """Describe what must be equal on all ranks, beside what an exchange compares."""
+        passes, every = self._options.backward_passes_per_step, self._options.verify_every
+        return f", backward_passes_per_step={passes}, verify_every={every}"
 
     def _reduce_before(self, outer: LossScaleOptimizer, reducer: GraphReducer) -> None:
         """Reduce gradients before a loss scaler checks that this rank's are finite.
