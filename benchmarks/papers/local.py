@@ -58,8 +58,9 @@ def rows() -> list[Row]:
         )
     )
     for key, compressor in MOMENTA.items():
-        every.append(_row(f"gradients-{key}", f"gradients, `{compressor}`", compressor))
-        title = f"momenta, `{compressor}`, {STEPS // 5} steps dense"
+        late = f"after({STEPS // 5}, None, {compressor})"
+        every.append(_row(f"gradients-{key}", f"gradients, `{late}`", late))
+        title = f"momenta, `{compressor}`, the same steps dense"
         momenta = f"warmup_steps={STEPS // 5}"
         every.append(_row(f"momenta-{key}", title, compressor, momenta=momenta))
     return every
