@@ -189,6 +189,8 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         first = 1.0 - b1 ** float(state["step"])
         second = math.sqrt(1.0 - b2**self._warmup_steps)
         root = state[_SECOND].sqrt().div_(second).add_(group["eps"])
+        # Without a second moment what a quantizer adds would be divided by epsilon.
+        root.masked_fill_(state[_SECOND] == 0, math.inf)
         p.addcdiv_(state[_FIRST], root, value=-lr / first)
 
     # -- what it keeps, and what it has done ---------------------------------------------------

@@ -139,7 +139,8 @@ def MomentumExchange(  # noqa: N802 - beside DistributedOptimizer
                                          model.named_parameters(), hvd.OneBitCompressor(), 500)
 
     The exchange happens in `step`, so it does not overlap with backward. Gradients are this rank's
-    own until then: clip by value or by each rank's own norm.
+    own until then: clip by value or by each rank's own norm. An element whose gradient was 0 on all
+    ranks in all of the first steps has no second moment, and stays as it is.
 
     Args:
         optimizer: `torch.optim.Adam` or `AdamW`, without amsgrad.

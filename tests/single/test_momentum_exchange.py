@@ -199,6 +199,24 @@ def test_a_scaler_s_overflow_on_one_rank_skips_on_all():
     np.testing.assert_array_equal(first, second)
 
 
+def test_what_has_no_second_moment_stays():
+    """Rows of an embedding that no batch had in the first steps: signs would move them far."""
+
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, gc.OneBitCompressor())
+        for step in range(1, 9):
+            net.set_gradients(gradient(rank.rank, step, net.flat()))
+            net.a.grad[:20] = 0
+            optimizer.step()
+        return net.flat()
+
+    for mine in run(2, work):
+        shrunk = START[:20] * (1 - RATE * DECAY) ** 8
+        np.testing.assert_allclose(mine[:20], shrunk, rtol=1e-5)
+        assert not np.allclose(mine[20:], START[20:])
+
+
 def test_bad_settings():
     def said(compression=None, **more):
         (error,) = run(1, lambda rank: over(rank, Net(), compression, **more))
