@@ -109,14 +109,6 @@ class MomentumExchangeMixin(DistributedOptimizerMixin):
 
     warmup_steps = 0
 
-    @classmethod
-    def around(cls, optimizer: Any, compressor: Compressor, options: ExchangeOptions) -> Any:
-        """Create one with the configuration of a plain optimizer, and its variables if built."""
-        made = super(DistributedOptimizerMixin, cls).from_config(optimizer.get_config())
-        made._configure(compressor, options, written={}, taken={})
-        made._continue(optimizer)
-        return made
-
     def get_config(self) -> dict[str, Any]:
         raise ValueError(
             "an optimizer of hvd.MomentumExchange has no configuration for Keras, so it is neither "
@@ -198,7 +190,7 @@ def _phased(compressor: Compressor, warmup_steps: int) -> Compressor:
     return after(warmup_steps, None, compressor)
 
 
-def _require_adam(optimizer: Any) -> None:
+def _require_adam(optimizer: keras.optimizers.Optimizer) -> None:
     """Check that an optimizer is Adam or AdamW, with options that a fixed variance allows.
 
     Raises:

@@ -248,6 +248,22 @@ class DistributedOptimizerMixin(_KerasOptimizer):
     _compressor: Compressor = NoneCompressor()
     _options = ExchangeOptions()
 
+    @classmethod
+    def around(
+        cls,
+        optimizer: keras.optimizers.Optimizer,
+        compressor: Compressor,
+        options: ExchangeOptions,
+    ) -> Any:
+        """Create one with the configuration of a plain optimizer, and its variables if built.
+
+        For classes that are not saved by Keras.
+        """
+        made = super().from_config(optimizer.get_config())
+        made._configure(compressor, options, written={}, taken={})
+        made._continue(optimizer)
+        return made
+
     def _begin(self, written: dict[str, Any], refusal: str = "") -> None:
         """Set the attributes that even an optimizer that cannot train has."""
         self._written = json.dumps(written)  # Keras would track a dict, and wrap it
