@@ -106,7 +106,7 @@ def describe(source: Any) -> str:
     Raises:
         TypeError: as in `compression_stats`.
     """
-    return "\n".join(map(_described, reducers_of(source)))
+    return description.Table("\n".join(map(_described, reducers_of(source))))
 
 
 def _described(reducer: GraphReducer) -> str:

@@ -96,7 +96,7 @@ def describe(source: Any) -> str:
     Raises:
         TypeError: it is none of these.
     """
-    return "\n".join(map(_described, reducers_of(source)))
+    return description.Table("\n".join(map(_described, reducers_of(source))))
 
 
 def _described(reducer: Reducer) -> str:

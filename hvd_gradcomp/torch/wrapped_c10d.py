@@ -43,8 +43,9 @@ def LocalSteps(  # noqa: N802 - as over Horovod
     has ranks.
 
     Args:
-        optimizer, named_parameters, every, outer, compression, warmup_steps, fragments, delay,
-            blend, named_buffers, bucket_bytes, nonfinite: as over Horovod.
+        optimizer, named_parameters, every, outer, compression: as over Horovod.
+        warmup_steps, fragments, delay, blend: as over Horovod.
+        named_buffers, bucket_bytes, nonfinite: as over Horovod.
         process_group: the ranks that take part; None for all.
 
     Returns:
@@ -84,8 +85,8 @@ def MomentumExchange(  # noqa: N802 - as over Horovod
     `DistributedDataParallel` would exchange gradients as well.
 
     Args:
-        optimizer, named_parameters, compression, warmup_steps, bucket_bytes, nonfinite: as over
-            Horovod.
+        optimizer, named_parameters, compression: as over Horovod.
+        warmup_steps, bucket_bytes, nonfinite: as over Horovod.
         process_group: the ranks that take part; None for all.
 
     Returns:
