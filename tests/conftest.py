@@ -111,3 +111,21 @@ def other_default(request):
     yield
     torch.set_default_device(None)
     torch.set_default_dtype(dtype)
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """Horovod of one rank, for the tests of a module.
+
+    MPI starts once in a process: what is started here Horovod does not end, so another module can
+    start Horovod anew.
+    """
+    if STANDS_IN:
+        pytest.skip("needs Horovod")
+    import horovod.tensorflow as horovod
+
+    if horovod.mpi_built():
+        importlib.import_module("mpi4py.MPI")
+    horovod.init()
+    yield
+    horovod.shutdown()

@@ -17,7 +17,7 @@ _SECONDS = 60.0
 
 
 class _Hub:
-    """Where the ranks put what they send, under the number of the collective."""
+    """Place where ranks put what they send, under the number of the collective."""
 
     def __init__(self, size: int) -> None:
         self.size, self._there = size, threading.Condition()

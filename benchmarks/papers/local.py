@@ -9,7 +9,7 @@ from hvd_gradcomp.cli import style
 
 
 class Way(NamedTuple):
-    """What travels after some local steps, and the outer optimizer."""
+    """Compressor of what travels after some local steps, and the outer optimizer."""
 
     title: str
     compressor: str

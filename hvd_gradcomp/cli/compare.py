@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.algorithms.local_steps import LocalSchedule
 from hvd_gradcomp.cli import launching, options, output, style
 from hvd_gradcomp.cli.options import figure
 from hvd_gradcomp.cli.output import counted
@@ -157,7 +158,8 @@ def _trained(
     losses = [statistics.fmean(step) for step in zip(*(losses for losses, _ in everywhere))]
     slowest = [max(step) for step in zip(*(seconds for _, seconds in everywhere))]
     # With local steps only some of them exchange, which a median would leave out.
-    middle = statistics.fmean if hasattr(source, "schedule") else statistics.median
+    rounds = isinstance(getattr(source, "schedule", None), LocalSchedule)
+    middle = statistics.fmean if rounds else statistics.median
     return {
         "way": brief(compressor),
         "first_loss": losses[0],

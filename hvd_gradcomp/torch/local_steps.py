@@ -29,6 +29,7 @@ from hvd_gradcomp.torch.wrapped_optimizer import (
     WrappedOptimizer,
     dense_gradient,
     named_of,
+    refuse_thawed,
 )
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -370,7 +371,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
         moved, digest = (0, 0) if fragment is None else (int(fragment.moved), fragment.digest())
         travels = sum(1 << n for n, each in enumerate(self._fragments) if each.sent is not None)
         before = travels if exchange is None else exchange.reducer.steps
-        words = [what, int(asked), before, self._clock, moved, digest]
+        thawed = self.thawed({p for fragment in self._fragments for p in fragment.parameters})
+        words = [what, int(asked), before, self._clock, moved, thawed, digest]
         every = self._sync.gather(words)
         if len({(w, a, n, 0 if a else t) for w, a, n, t, *_ in every.values()}) > 1:
             self._sync.compare_settings(self._settings)
@@ -389,6 +391,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
                 "same parameters at first, by broadcast_parameters or a seed, and call restart() "
                 "on all of them after setting parameters in mid-training"
             )
+        refuse_thawed({rank: words[5] for rank, words in every.items()})
         if exchange is not None:
             exchange.agree()
         return [words[3] for words in every.values()], any(words[4] for words in every.values())

@@ -23,7 +23,13 @@ from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 from hvd_gradcomp.torch.tensor_exchange import Connection, RankSync, TensorExchange
-from hvd_gradcomp.torch.wrapped_optimizer import KEPT, WrappedOptimizer, dense_gradient, named_of
+from hvd_gradcomp.torch.wrapped_optimizer import (
+    KEPT,
+    WrappedOptimizer,
+    dense_gradient,
+    named_of,
+    refuse_thawed,
+)
 
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"  # as PyTorch's Adam calls them
 _ADAMS = (torch.optim.Adam, torch.optim.AdamW)
@@ -130,14 +136,16 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         return loss
 
     def _compare(self, exchange: TensorExchange) -> None:
-        every = self._sync.gather([self.steps_made, self._skipped])
-        if len({tuple(words) for words in every.values()}) > 1:
+        known = {p for _, p in self._named}
+        every = self._sync.gather([self.steps_made, self._skipped, self.thawed(known)])
+        if len({tuple(words[:2]) for words in every.values()}) > 1:
             self._sync.compare_settings(self._settings)
-            listed = ", ".join(f"rank {rank} after {made}" for rank, (made, _) in every.items())
+            listed = ", ".join(f"rank {rank} after {made}" for rank, (made, *_) in every.items())
             raise OutOfStepError(
                 f"the ranks have made different numbers of steps: {listed}. Call step() equally "
                 "often on all ranks, and load the same checkpoint on all of them"
             )
+        refuse_thawed({rank: words[2] for rank, words in every.items()})
         exchange.agree()
 
     def _gradients(self) -> list[torch.Tensor]:

@@ -64,24 +64,25 @@ class RankSync:
         Raises:
             MismatchError: on all ranks, if they differ.
         """
-        process_set = self._connection.participants.process_set
-        mine = {"settings": settings}
-        every = self._connection.transport.gather_objects(mine, dict[str, str], "sync")
-        config_check.agree(every, process_set.ranks)
+        every = self._gather({"settings": settings}, dict[str, str])
+        config_check.agree(every, self._connection.participants.process_set.ranks)
 
     def gather(self, words: list[int]) -> dict[int, list[int]]:
         """Gather as many numbers from every rank, by rank."""
-        transport, stalls = self._connection.transport, self._connection.stalls
+        stalls = self._connection.stalls
         told = stalls is not None and stalls.pending
-        what = "the comparison of what the ranks exchange"
-        with errors.explain_errors(transport.failure, what, transport.library):
-            every = transport.gather_objects([int(told), *words], list[int], "sync")
+        every = self._gather([int(told), *words], list[int])
         if stalls is not None and any(told for told, *_ in every):
             stalls.complete()
         process_set = self._connection.participants.process_set
         return {
             rank: words for rank, (_, *words) in zip(process_set.ranks or range(len(every)), every)
         }
+
+    def _gather(self, item: Any, kind: Any) -> list[Any]:
+        transport, what = self._connection.transport, "the comparison of what the ranks exchange"
+        with errors.explain_errors(transport.failure, what, transport.library):
+            return transport.gather_objects(item, kind, "sync")
 
 
 class TensorExchange:

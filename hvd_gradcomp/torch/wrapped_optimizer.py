@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from hvd_gradcomp.torch.tensor_exchange import TensorExchange
 KEPT = "gradcomp"  # in a state_dict: what is not the inner optimizer's
 
 
-class WrappedOptimizer(torch.optim.Optimizer):
+class WrappedOptimizer(torch.optim.Optimizer, ABC):
     """Optimizer that has another one's groups, options, state and hooks.
 
     A `GradScaler` calls its `step` also where it has found infinities, so that all ranks count the
@@ -63,14 +64,14 @@ class WrappedOptimizer(torch.optim.Optimizer):
         return self.inner.defaults
 
     @property
+    @abstractmethod
     def exchanges(self) -> tuple[list[TensorExchange], list[TensorExchange]]:
         """Return those of disjoint layers, which make up the model, and all others."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def steps_taken(self) -> int:
         """Return the steps so far, for statistics."""
-        raise NotImplementedError
 
     @property
     def reducers(self) -> list[Reducer]:
@@ -96,9 +97,9 @@ class WrappedOptimizer(torch.optim.Optimizer):
             for exchange in some:
                 exchange.compare_again()
 
+    @abstractmethod
     def load_rounds(self, state_dict: dict[str, Any]) -> None:
         """Load what `load_state_dict` does but the inner optimizer and what compressors keep."""
-        raise NotImplementedError
 
     def common_state_dict(self) -> dict[str, Any]:
         """Return the state that all ranks may go on from."""
@@ -108,9 +109,10 @@ class WrappedOptimizer(torch.optim.Optimizer):
         """Load the inner optimizer's state alone."""
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != KEPT})
 
-    def plain_state_dict(self) -> dict[str, Any]:
-        """Return the state of the inner optimizer."""
-        return self.inner.state_dict()
+    def thawed(self, known: Collection[torch.nn.Parameter]) -> int:
+        """Return the number of parameters that train now, and are not among the known ones."""
+        groups = self.param_groups
+        return sum(p.requires_grad and p not in known for g in groups for p in g["params"])
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
@@ -174,6 +176,24 @@ def named_of(
     if len({name for name, _ in named}) < len(named):
         raise ValueError("named_parameters= gives the same name to several parameters")
     return named
+
+
+def refuse_thawed(counts: Mapping[int, int]) -> None:
+    """Raise an error, on all ranks, if parameters have thawed on one of them.
+
+    Args:
+        counts: by rank.
+
+    Raises:
+        RuntimeError: naming the ranks.
+    """
+    listed = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items() if count)
+    if listed:
+        raise RuntimeError(
+            "parameters train that did not when the optimizer was wrapped, so they are not "
+            f"exchanged: {listed}. Thaw layers before, or wrap the inner optimizer anew on all "
+            "ranks"
+        )
 
 
 def dense_gradient(p: torch.nn.Parameter) -> torch.Tensor:

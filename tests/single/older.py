@@ -29,6 +29,10 @@ leaves_tracked_eager = pytest.mark.skipif(
     TORCH < (2, 8), reason="torch.compile of this version cannot be told why code stays as it is"
 )
 
+scales_on_cpus = pytest.mark.skipif(
+    TORCH < (2, 3), reason="this version's GradScaler works on a GPU alone"
+)
+
 
 def skip_without_keras_3() -> None:
     """For the head of a module, before it imports the Keras frontend."""

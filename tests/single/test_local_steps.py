@@ -20,6 +20,7 @@ from hvd_gradcomp.torch.inspection import compression_stats, describe, verify
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 from tests.oracles import local_steps as oracle
+from tests.single.older import scales_on_cpus
 from tests.thread_ranks import run
 
 SHAPES = {"a": (40,), "b": (8, 6), "c": (16,), "d": (24,)}
@@ -35,7 +36,7 @@ START = numbers(0)
 
 
 def gradient(rank, step, x):
-    """Of a quadratic whose minimum is another one on each rank, with noise."""
+    """Return that of a quadratic whose minimum is another one on each rank, with noise."""
     return (x - numbers(1, rank)) * 0.7 + 0.3 * numbers(2, rank, step)
 
 
@@ -423,6 +424,7 @@ def test_parameters_that_are_not_finite():
     assert np.isfinite(first).all()
 
 
+@scales_on_cpus
 def test_a_scaler_s_overflow_on_one_rank_keeps_ranks_together():
     def work(rank):
         net = Net()
@@ -535,7 +537,7 @@ def test_half_precision_has_global_parameters_in_float32():
 
 
 def test_half_precision_takes_nothing_back():
-    """What only the global parameters can express stays, where nothing was trained."""
+    """Keep what only the global parameters can express, where nothing was trained."""
 
     def work(rank):
         net = Net().to(torch.bfloat16)
@@ -582,6 +584,19 @@ def test_frozen_parameters_stay():
         return torch.equal(before, net.c)
 
     assert run(2, work) == [True, True]
+
+
+def test_a_parameter_that_thaws_on_one_rank_is_an_error_on_all():
+    def work(rank):
+        net = Net()
+        net.c.requires_grad_(False)
+        optimizer = over(rank, net, LocalSchedule(2))
+        train(rank, net, optimizer, 2)
+        net.c.requires_grad_(rank.rank == 1)
+        train(rank, net, optimizer, 2, 3)
+
+    for error in errors_of(2, work):
+        assert "1 on rank 1" in str(error), error
 
 
 def test_statistics_count_local_steps():

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import hvd_gradcomp.tensorflow as hvd
-import hvd_gradcomp.tensorflow.keras as hvd_keras
-from hvd_gradcomp.algorithms.local_steps import LocalSchedule, cut
-from hvd_gradcomp.core.compressor import leaves
-from tests.oracles import local_steps as oracle
+from tests.single.older import skip_without_keras_3
+
+skip_without_keras_3()
+import hvd_gradcomp.tensorflow as hvd  # noqa: E402
+import hvd_gradcomp.tensorflow.keras as hvd_keras  # noqa: E402
+from hvd_gradcomp.algorithms.local_steps import LocalSchedule, cut  # noqa: E402
+from hvd_gradcomp.core.compressor import leaves  # noqa: E402
+from tests.oracles import local_steps as oracle  # noqa: E402
 
 SHAPES = {"a": (40,), "b": (8, 6), "c": (16,), "d": (24,)}
 SIZES = [int(np.prod(shape)) for shape in SHAPES.values()]
@@ -21,11 +24,7 @@ ENDS = [0, *np.cumsum(SIZES).tolist()]
 RATE = 0.05
 
 
-@pytest.fixture(scope="module", autouse=True)
-def horovod():
-    hvd.init()
-    yield
-    hvd.shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def numbers(*key):
@@ -334,7 +333,7 @@ def fit(model, callbacks, **more):
 
 
 class Watch(keras.callbacks.Callback):
-    """Whether weights are the global ones, at each event."""
+    """Record of whether weights are the global ones, at each event."""
 
     def __init__(self, callback):
         super().__init__()

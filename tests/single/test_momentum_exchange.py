@@ -14,6 +14,7 @@ from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.torch.inspection import compression_stats, describe, verify
 from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
 from tests.oracles import one_bit_adam as oracle
+from tests.single.older import scales_on_cpus
 from tests.single.test_local_steps import SIZE, START, Net, flat, gradient
 from tests.thread_ranks import run
 
@@ -178,6 +179,7 @@ def test_what_is_not_finite_on_one_rank_is_seen_on_all():
     np.testing.assert_array_equal(first, second)
 
 
+@scales_on_cpus
 def test_a_scaler_s_overflow_on_one_rank_skips_on_all():
     def work(rank):
         net = Net()
@@ -215,6 +217,19 @@ def test_what_has_no_second_moment_stays():
         shrunk = START[:20] * (1 - RATE * DECAY) ** 8
         np.testing.assert_allclose(mine[:20], shrunk, rtol=1e-5)
         assert not np.allclose(mine[20:], START[20:])
+
+
+def test_a_parameter_that_thaws_on_one_rank_is_an_error_on_all():
+    def work(rank):
+        net = Net()
+        net.c.requires_grad_(False)
+        optimizer = over(rank, net)
+        train(rank, net, optimizer, 2)
+        net.c.requires_grad_(rank.rank == 1)
+        train(rank, net, optimizer, 1, 3)
+
+    for error in run(2, work):
+        assert isinstance(error, RuntimeError) and "1 on rank 1" in str(error), error
 
 
 def test_bad_settings():

@@ -7,18 +7,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import hvd_gradcomp.tensorflow.keras as hvd
-from tests.oracles import one_bit_adam as oracle
+from tests.single.older import skip_without_keras_3
+
+skip_without_keras_3()
+import hvd_gradcomp.tensorflow.keras as hvd  # noqa: E402
+from tests.oracles import one_bit_adam as oracle  # noqa: E402
 
 SIZE, WARMUP, RATE, DECAY = 200, 4, 0.02, 0.1
 ADAMS = [keras.optimizers.Adam, keras.optimizers.AdamW]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def horovod():
-    hvd.init()
-    yield
-    hvd.shutdown()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def numbers(*key):
@@ -79,7 +78,7 @@ def test_the_first_steps_are_plain_adam():
 
 
 def test_it_goes_on_from_a_built_adam():
-    """What a plain Adam has learned counts in the second moment, when that is fixed later."""
+    """A plain Adam's steps count in the second moment, when that is fixed later."""
     x, y = keras.Variable(numbers(0)), keras.Variable(numbers(0))
     plain = adam()
     train(plain, x, 3)

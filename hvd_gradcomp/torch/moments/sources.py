@@ -42,7 +42,7 @@ def source_of(
         if source in STORED:
             raise ValueError(
                 f"moments={source!r} are those of the gradients of samples, and what is exchanged "
-                f"is the change of parameters over several steps: pass moments='step'. It is "
+                "here (a change of parameters, or a momentum) has none: pass moments='step'. It is "
                 f"{compressor}"
             )
         return "step"

@@ -91,7 +91,7 @@ def looped(compression, graph, steps=6):
 
 
 def fitted(compression, folder, *more, at=()):
-    """What has seen `fit`, and digests after resuming before and after the switch."""
+    """Return what has seen `fit`, and digests after resuming before and after the switch."""
     model, watch = network(momenta(compression)), Watch(folder, at)
     fit(model, 0, 8, hvd.callbacks.BroadcastGlobalVariablesCallback(), watch, *more)
     hvd.verify(model.optimizer)
