@@ -7,6 +7,8 @@
 +tape = hvd.DistributedGradientTape(tape, compression=hvd.VarianceCompressor(alpha=2))
 """
 
+from importlib import import_module as _import_module
+
 from hvd_gradcomp.core.installation import require_horovod as _require_horovod
 
 _require_horovod("tensorflow")
@@ -48,7 +50,5 @@ __all__ = [name for name in dir() if not name.startswith("_")]
 
 def __getattr__(name: str) -> object:
     if name in ("DistributedOptimizer", "MomentumExchange"):  # what needs Keras 3
-        from hvd_gradcomp.tensorflow import keras
-
-        return getattr(keras, name)
+        return getattr(_import_module(f"{__name__}.keras"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
