@@ -173,6 +173,27 @@ def test_bfloat16_of_what_is_not_finite():
     assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_ops_of_a_gpu_without_kernels(size, monkeypatch):
+    """They take PyTorch's own narrow types, and give the bits of the plain ops."""
+    ops, host, groups = TorchOps(static=True), TorchOps(static=True), groups_of(size)
+    monkeypatch.setattr(ops, "on_host", False)
+    monkeypatch.setattr(ops, "from_host", lambda numbers, dtype: torch.tensor(numbers, dtype=dtype))
+    x, weights = noise(size), torch.ones(1)
+    unit = host.group_maxima(groups, x) * (1.0 / 448.0)
+    unit[1::5] = 0.0
+    for units, bits, key in (
+        (None, 16, None),
+        (None, 16, torch.tensor([1, 2])),
+        (unit, 8, None),
+    ):
+        codes = ops.encode_floats(groups, x, units, bits, key)
+        assert same(codes, host.encode_floats(groups, x, units, bits, key))
+        rows = None if units is None else units[None]
+        given = groups, None, torch.empty_like(x), codes[None], rows, bits, weights
+        assert torch.equal(ops.add_floats(*given), host.add_floats(*given))
+
+
 @pytest.mark.parametrize("framework", frameworks())
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("size", SIZES)

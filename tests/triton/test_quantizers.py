@@ -70,6 +70,7 @@ def test_kernels_do_what_the_composites_do(cuts, seed, kind, bits, ranks, based,
             assert one.cpu().numpy().tobytes() == other.cpu().numpy().tobytes()
 
     same(lambda ops: [ops.group_maxima(row_groups, x), ops.group_squares(row_groups, squares)])
+    same(lambda ops: [ops.group_means(row_groups, squares)])
     same(lambda ops: ops.encode_signs(row_groups, x))
     same(lambda ops: ops.encode_signs(row_groups, anywhere))
     random = np.random.default_rng(seed)
@@ -83,6 +84,8 @@ def test_kernels_do_what_the_composites_do(cuts, seed, kind, bits, ranks, based,
     if bits > 1:
         salt = seed * 7919
         same(lambda ops: [ops.encode_levels(row_groups, x, scale[0], bits, ops.key(seed, salt))])
+        same(lambda ops: [ops.encode_levels(row_groups, x, scale[0], bits, None)])
+        same(lambda ops: ops.encode_peaks(row_groups, x, bits, None))
         how = packed, scale, bits, weights
         same(lambda ops: [ops.add_levels(row_groups, base, torch.empty_like(x), *how)])
     else:

@@ -63,6 +63,7 @@ class Base(Ops):
             self.kernels, self.threshold_kernels = Common(self), TritonThreshold(self)
             self.topk_kernels, self.quantizers = TritonTopK(self), Quantizers(self)
         self._bands: dict[RowGroups, array[int]] = {}
+        self._spreads: dict[tuple[RowGroups, int], tuple[Tensor, ...]] = {}  # by `_by_group`
         self._tables: dict[tuple[Layout, str], Tensor] = {}
         self._constants: dict[tuple[float, ...], Tensor] = {}
         self._pool: dict[torch.dtype, list[Tensor]] = {}

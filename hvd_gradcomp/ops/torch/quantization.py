@@ -15,6 +15,7 @@ from hvd_gradcomp.ops.torch.kernels import walkable
 
 _NEAREST = array("q")  # the key of no random numbers
 _MORE = 64  # bytes: values of groups of another shard, whose part has that size
+_E4M3 = getattr(torch, "float8_e4m3fn", None)  # since PyTorch 2.1
 _ALL = array("q")  # flags, where values come first
 
 
@@ -51,6 +52,8 @@ class Quantization(Base):
         return out
 
     def group_means(self, row_groups: RowGroups, x: Tensor) -> Tensor:
+        if self.quantizers is not None:
+            return self.quantizers.group_means(row_groups, x)
         if self.native is None:
             return super().group_means(row_groups, x)
         x, out = x.contiguous(), self._empty(row_groups.groups)
@@ -70,7 +73,7 @@ class Quantization(Base):
     def encode_levels(
         self, row_groups: RowGroups, x: Tensor, scale: Tensor, bits: int, key: Tensor | None
     ) -> Tensor:
-        if self.quantizers is not None and key is not None:
+        if self.quantizers is not None:
             return self.quantizers.encode_levels(row_groups, x, scale, bits, key)
         if self.native is None:
             return super().encode_levels(row_groups, x, scale, bits, key)
@@ -105,12 +108,58 @@ class Quantization(Base):
         self, row_groups: RowGroups, x: Tensor, unit: Tensor | None, bits: int, key: Tensor | None
     ) -> Tensor:
         if self.native is None:
-            return super().encode_floats(row_groups, x, unit, bits, key)
+            return self._plain_floats(row_groups, x, unit, bits, key)
         x, units = x.contiguous(), self._empty(0) if unit is None else unit.contiguous()
         packed = self.body(x.shape[0] * bits // 8, 4 * len(units) + _MORE)
         given = self._of(row_groups), x, units, _NEAREST if key is None else key
         self.native("encode_floats", given, (packed,), (bits,))
         return packed
+
+    def _plain_floats(
+        self, row_groups: RowGroups, x: Tensor, unit: Tensor | None, bits: int, key: Tensor | None
+    ) -> Tensor:
+        """Return `encode_floats`; on a GPU by PyTorch's own types, which round alike.
+
+        The code of a NaN is another one there. No step that has one is taken.
+        """
+        narrow = torch.bfloat16 if bits == 16 else _E4M3
+        if self.on_host or key is not None or narrow is None:
+            return super().encode_floats(row_groups, x, unit, bits, key)
+        if unit is not None:
+            x = self._by_group(row_groups, x, self._inverse(unit, 1.0))
+        return x.to(narrow).view(torch.uint8)
+
+    def _by_group(self, row_groups: RowGroups, x: Tensor, factor: Tensor) -> Tensor:
+        """As the interface's, on a GPU in a few launches for any number of groups."""
+        if self.on_host:
+            return super()._by_group(row_groups, x, factor)
+        size = x.shape[0]
+        if (row_groups, size) not in self._spreads:
+            which, counts, done, group = [], [], 0, 0
+            for band in row_groups.runs:
+                which += [row_groups.groups, *range(group, group + band.rows)]
+                counts += [band.start - done, *[band.length] * band.rows]
+                done, group = band.end, group + band.rows
+            which, counts = [*which, group], [*counts, size - done]
+            tables = tuple(self.from_host(numbers, torch.int64) for numbers in (which, counts))
+            self._spreads[row_groups, size] = tables
+        which, counts = self._spreads[row_groups, size]
+        padded = torch.cat((factor, factor.new_zeros(1)))
+        each = padded[which].repeat_interleave(counts, output_size=size)
+        inside = (which < row_groups.groups).repeat_interleave(counts, output_size=size)
+        return torch.where(inside, x * each, 0.0)
+
+    def _code_bytes(self, codes: Tensor, bits: int) -> Tensor:
+        if self.on_host:
+            return super()._code_bytes(codes, bits)
+        return codes.to(torch.uint8 if bits == 8 else torch.int16).view(torch.uint8)
+
+    def _codes_in(self, data: Tensor, bits: int) -> Tensor:
+        if self.on_host:
+            return super()._codes_in(data, bits)
+        if bits == 8:
+            return data.to(torch.int64)
+        return data.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
 
     def encode_bfloat16(self, x: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
         if self.native is None:

@@ -235,7 +235,8 @@ def uniform(number, first, second):
 @triton.jit(do_not_specialize=["first", "second"])
 def encode_levels(
     x, scale, bands, band_of_word, packed, n, tiles, first, second, tiny,
-    BITS: tl.constexpr, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
+    NEAREST: tl.constexpr, BITS: tl.constexpr, COUNT: tl.constexpr, STEPS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute `Quantization.encode_levels`, with the key's halves as numbers."""
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1
@@ -247,7 +248,11 @@ def encode_levels(
         levels = tl.full((TILE,), TOP, tl.float32)
         inverse = tl.where(used, tl.div_rn(levels, tl.where(used, size, 1.0)), 0.0)
         value = tl.load(x + at, mask=at < n, other=0.0)
-        height = tl.abs(value) * inverse + uniform(at, first, second)
+        height = tl.abs(value) * inverse
+        if NEAREST:
+            height += 0.5
+        else:
+            height += uniform(at, first, second)
         level = tl.minimum(tl.minimum(height, levels).to(tl.int32), TOP)
         code = tl.where(value < 0.0, TOP - level, TOP + level)
         code = tl.where(inside, code, 0)
@@ -344,7 +349,10 @@ class Quantizers(Launcher):
         return out.view(torch.float32)
 
     def group_squares(self, bands: RowGroups, x: Tensor) -> Tensor:
-        return self._squares(bands, x, None)
+        return self._sums_of(bands, x, "squares")
+
+    def group_means(self, bands: RowGroups, x: Tensor) -> Tensor:
+        return self._sums_of(bands, x, "plain") / self._lengths(bands).to(torch.float32)
 
     def group_norms(self, bands: RowGroups, x: Tensor) -> Tensor:
         return self._norms(bands, x, None)
@@ -352,34 +360,34 @@ class Quantizers(Launcher):
     def clipped_maxima(self, bands: RowGroups, x: Tensor, clip: float) -> Tensor:
         return self._norms(bands, x, self.clean("most", bands.groups), clip)
 
-    def _squares(self, bands: RowGroups, x: Tensor, most: Tensor | None) -> Tensor:
+    def _sums_of(self, bands: RowGroups, x: Tensor, how: str, most: Tensor | None = None) -> Tensor:
         passes = folds_of(bands)
         last, tables = len(passes) - 1, self._folds(bands, passes)
         sums = [self._sums(number, size, number == last) for number, (_, size) in enumerate(passes)]
         for number, (table, source, into) in enumerate(zip(tables, (x, *sums), sums)):
-            how, noted = ("plain", None) if number else ("squares", most)
-            self._fold(fold, table, source, into, noted, HOW=how)
+            given = ("plain", None) if number else (how, most)
+            self._fold(fold, table, source, into, given[1], HOW=given[0])
         return sums[-1] if sums else self.empty(0, torch.float32)
 
     def _norms(self, bands: RowGroups, x: Tensor, most: Tensor | None, clip: float = 0.0) -> Tensor:
         groups = bands.groups
         lengths = None if most is None else self._lengths(bands)
         out = self.empty(groups, torch.float32)
-        squares = self._squares(bands, x, most)
+        squares = self._sums_of(bands, x, "squares", most)
         if groups:
             given = squares, most, lengths, out, groups
             self.launch(norms, -(-groups // 1024), *given, CLIP=clip, TILE=1024)
         return out
 
     def encode_levels(
-        self, bands: RowGroups, x: Tensor, scale: Tensor, bits: int, key: tuple[int, int]
+        self, bands: RowGroups, x: Tensor, scale: Tensor, bits: int, key: tuple[int, int] | None
     ) -> Tensor:
         pieces, tiles = cut(x.shape[0], TILE)
         packed = self.empty(x.shape[0] * bits // 8, torch.uint8)
         tables, how = self._bands(bands, x.shape[0])
         self.launch(
             encode_levels, pieces, x, scale, *tables, packed.view(torch.int32), x.shape[0], tiles,
-            *map(signed, key), TINY, BITS=bits, **how,
+            *map(signed, key or (0, 0)), TINY, NEAREST=key is None, BITS=bits, **how,
         )  # fmt: skip
         return packed
 
