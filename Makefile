@@ -56,7 +56,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup check test sweep test-older triton traffic asan compat demo bench papers gpu bench-loopback \
-	bench-steps hosts hosts-possible soak chaos images test-image image-gpu \
+	bench-steps hosts hosts-possible worth soak chaos images test-image image-gpu \
 	clean-images docs tutorial clean
 
 help: ## list the targets
@@ -131,6 +131,9 @@ bench-steps: $(horovod) ## whole steps of two ranks, backward to the end of step
 # Whether it can run here is said before an environment is set up for it.
 hosts: hosts-possible $(horovod) ## 2 and 4 hosts over ssh, links of 1 Gb/s and 100 Mb/s; needs root
 	@$(run) -m benchmarks.hosts $(ARGS)
+
+worth: hosts-possible $(horovod) ## time to a target loss over slow links, between two hosts; an hour; needs root
+	@$(run) -m benchmarks.worth $(ARGS)
 
 hosts-possible:
 ifneq ($(SETUP),0)

@@ -31,8 +31,7 @@ class PowerSGDHook:
     """
 
     def __init__(self, model: nn.Module, rank: int) -> None:
-        if not dist.is_initialized():
-            _connect()
+        connect()
         # One bucket: with two, the hook's callbacks took all of gloo's threads and waited forever.
         self.model = DistributedDataParallel(model, bucket_cap_mb=1024)
         state = powerSGD_hook.PowerSGDState(
@@ -68,12 +67,16 @@ class PowerSGDHook:
         )
 
 
-def _connect() -> None:
-    """Make a process group of Horovod's ranks, all on this host."""
-    port = None
+def connect() -> None:
+    """Make a process group of Horovod's ranks, if there is none."""
+    if dist.is_initialized():
+        return
+    one_host = hvd.size() == hvd.local_size()
+    host = "127.0.0.1" if one_host else socket.gethostbyname(socket.gethostname())
+    place = None
     if hvd.rank() == 0:
         with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-    address = f"tcp://127.0.0.1:{hvd.broadcast_object(port, name='papers.port')}"
+            free.bind((host, 0))
+            place = f"{host}:{free.getsockname()[1]}"
+    address = f"tcp://{hvd.broadcast_object(place, name='papers.address')}"
     dist.init_process_group("gloo", address, rank=hvd.rank(), world_size=hvd.size())

@@ -1,4 +1,4 @@
-"""The exchanges of `make bench`, of a small model; a few rows of `make papers`."""
+"""The exchanges of `make bench`, of a small model; a few rows of `make papers` and `make worth`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from benchmarks.papers.parts import Found, Scale
 from benchmarks.papers.registry import PARTS
 from benchmarks.points import DENSE, FRAMEWORKS, KERAS, PYTORCH, TAPE
+from benchmarks.worth import __main__ as worth
 from tests import fashion
 from tests.parallel.launch import HOROVODRUN, ROOT, environment
 
@@ -63,3 +64,29 @@ def test_rows_of_papers_are_trained_and_written(tmp_path):
     assert len(plain["looks"]) == len(plain["sent"]) == 10
     assert [bins for bins, _ in plain["seen"]] == [2, 4, 8, 16, 32, 64]
     assert text["score"] < 128
+
+
+def test_ways_of_worth_are_timed_and_trained(tmp_path):
+    """Stock Horovod sets the target; each library takes its turn in the same processes."""
+    data, given = tmp_path / "data", tmp_path / "job.json"
+    data.mkdir()
+    fashion.write(data, train=10, test=10)
+    job = {"task": "transformer", "seed": 1, "target": None, "data": str(data)}
+    rows = []
+    for more in (
+        {"mode": "time", "ways": ["", "ddp", "hook", "sparse-5"], "timed": 5},
+        {"mode": "train", "ways": ["stock", "local"], "goal": 30},
+    ):
+        given.write_text(json.dumps({**job, **more}))
+        worker = ["python", "-m", "benchmarks.worth.worker", str(given)]
+        command = [*HOROVODRUN, "--gloo", "-np", "2", *worker]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(), check=True, timeout=300, capture_output=True
+        )
+        rows += worth.results(done.stdout.decode())
+    assert [row["way"] for row in rows] == ["", "ddp", "hook", "sparse-5", "stock", "local"]
+    assert all(row["ms"] > 0 for row in rows[:4])
+    stock, local = rows[4:]
+    assert stock["steps"] == 30 and stock["target"] == stock["looks"][0][1] == local["target"]
+    assert local["bytes_a_step"] < stock["bytes_a_step"] / 10
+    assert (local["looks"][-1][1] <= local["target"]) == (local["steps"] is not None)

@@ -1,0 +1,1 @@
+"""Time to a target over slow links: what compressing gains."""

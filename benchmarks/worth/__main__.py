@@ -1,0 +1,320 @@
+"""Time to a target loss between hosts on this machine: what compressing gains, end to end.
+
+    make worth                                             # as root; says first how long it takes
+    python -m benchmarks.worth --task images --ratios 3 10
+    python -m benchmarks.worth --show docs/measured/worth-transformer.json      # draws it anew
+
+Hosts are those of `benchmarks.rig`: network namespaces with real sockets, and a rank on each. What
+carries over to other machines is how communication-bound a step is: the time that the link needs
+for the dense gradients, divided by the time of a step without any exchange. The rate of the links
+is set to make that 0.3, 1, 3, 10 and 30.
+
+1. `train`: with each way and seed, to the loss that uncompressed Horovod has after so many steps.
+   How many steps that takes does not depend on the link, since the same bits arrive at any rate.
+2. `time`: with each way and rate, some steps of the same training over the shaped link.
+3. `whole`: whole trainings over the shaped link at one ratio, to check the product of the two.
+
+Time to the target is steps times the time of a step. Looks at the loss, and the beginning of a
+training, do not count. What is there already is not measured again (`--again` does).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.papers import data
+from benchmarks.rig import Hosts, HostsError, JobError
+from benchmarks.worth.ways import LIMIT, SEPARATE, STOCK, TASKS, TIMED, Training
+from benchmarks.worth.worker import MARK
+from hvd_gradcomp.cli import style
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+WORKER = ["python", "-m", "benchmarks.worth.worker"]
+RATIOS = (0.3, 1.0, 3.0, 10.0, 30.0)
+CHECKED = 10.0  # the ratio of whole trainings
+Rows = list[dict[str, Any]]
+
+
+class Measured:
+    """What was measured, in a file that each result is written to at once.
+
+    Args:
+        path: of the file.
+        training: what is trained.
+        hosts: number of hosts.
+    """
+
+    def __init__(self, path: Path, training: Training, hosts: int) -> None:
+        self.path, self.training = path, training
+        machine = {"cores": os.cpu_count(), "kernel": platform.release()}
+        self.all: dict[str, Any] = {"task": training.task, "hosts": hosts, "machine": machine}
+        self.all |= {"goal": training.goal, "compute_ms": None, "parameters": 0}
+        self.all |= {"train": [], "time": [], "whole": []}
+        if path.exists():
+            self.all = json.loads(path.read_text())
+            if self.all["hosts"] != hosts or self.all["goal"] != training.goal:
+                raise SystemExit(f"{path} is of another measurement: give another --folder")
+
+    def rows(self, part: str, **which: Any) -> Rows:
+        """Return the rows of a part that agree with `which`."""
+        return [r for r in self.all[part] if all(r.get(k) == v for k, v in which.items())]
+
+    def add(self, part: str, row: dict[str, Any], **which: Any) -> None:
+        """Add a row, in the place of one that has the same way and the same `which`."""
+        row = {**which, **row}
+        same = {"way": row["way"], **which}
+        self.all[part] = [
+            r for r in self.all[part] if any(r.get(k) != v for k, v in same.items())
+        ] + [row]
+        self.save()
+
+    def save(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.all, indent=1) + "\n")
+
+    @property
+    def link_bytes(self) -> float:
+        """Return the bytes that dense gradients put on each link, in each direction."""
+        hosts = self.all["hosts"]
+        return 8.0 * self.all["parameters"] * (hosts - 1) / hosts
+
+    def rate(self, ratio: float) -> str:
+        """Return the rate at which a dense exchange takes `ratio` times a step's computation."""
+        seconds = ratio * self.all["compute_ms"] / 1e3
+        return f"{8e-3 * self.link_bytes / seconds:.0f}kbit"
+
+    def steps(self, way: str) -> list[int | None]:
+        """Return the steps to the target, by seed; None for never."""
+        return [row["steps"] for row in self.rows("train", way=way)]
+
+    def ms(self, way: str, ratio: float) -> float | None:
+        rows = self.rows("time", way=way, ratio=ratio)
+        return rows[0]["ms"] if rows else None
+
+    def speed_ups(self, way: str, ratio: float) -> list[float]:
+        """Return how many times sooner than stock Horovod a way is at the target, by seed."""
+        ours, stock = self.ms(way, ratio), self.ms(STOCK, ratio)
+        if ours is None or stock is None:
+            return []
+        found = []
+        for row in self.rows("train", way=way):
+            base = self.rows("train", way=STOCK, seed=row["seed"])
+            if row["steps"] and base:
+                found.append(base[0]["steps"] * stock / (row["steps"] * ours))
+        return found
+
+
+def job(
+    hosts: Hosts, options: argparse.Namespace, mode: str, ways: Sequence[str], **how: Any
+) -> Rows:
+    """Run a worker on each host; return its results."""
+    given = {"task": options.task, "mode": mode, "ways": ways, "seed": 1, "target": None, **how}
+    given["data"] = str(options.data) if options.data else None
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "job.json")
+        path.write_text(json.dumps(given))
+        # The ranks of DistributedDataParallel find each other by this interface.
+        env = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+        output = hosts.horovodrun([*WORKER, str(path)], env=env, timeout=options.timeout)
+    return results(output)
+
+
+def results(output: str) -> Rows:
+    """Return what a worker printed."""
+    lines = (line.partition(MARK) for line in output.splitlines())
+    return [json.loads(row) for _, mark, row in lines if mark]
+
+
+def measure(measured: Measured, options: argparse.Namespace, console: Console) -> None:
+    ways = [key for key in measured.training.ways if not options.ways or key in options.ways]
+    ways = [STOCK, *(key for key in ways if key != STOCK)]
+    with Hosts(options.hosts) as hosts:
+        if measured.all["compute_ms"] is None:
+            (alone,) = job(hosts, options, "time", [""])
+            measured.all |= {"compute_ms": alone["median_ms"], "parameters": alone["parameters"]}
+            measured.save()
+        compute = measured.all["compute_ms"]
+        console.print(
+            f"{measured.training.title}: {measured.all['parameters']:,} parameters; a step of "
+            f"{compute:.1f} ms without an exchange, the median of {SEPARATE}"
+        )
+        if "train" in options.parts:
+            for seed in options.seeds:
+                _train(measured, hosts, options, console, ways, seed)
+        for ratio in options.ratios if "time" in options.parts else ():
+            known = {row["way"] for row in measured.rows("time", ratio=ratio)}
+            left = [way for way in ways if options.again or way not in known]
+            hosts.set_rate(measured.rate(ratio))
+            seconds = sum(_seconds(measured, way, ratio) for way in left)
+            console.print(
+                f"link of {measured.rate(ratio)}: dense exchanges take {ratio:g} times a step; "
+                f"{len(left)} ways, about {seconds / 60:.0f} minutes"
+            )
+            for way in left:
+                for row in job(hosts, options, "time", [way]):
+                    measured.add("time", row, ratio=ratio)
+                    console.print(f"  {way}: {row['ms']:.1f} ms a step")
+        if "whole" in options.parts:
+            hosts.set_rate(measured.rate(CHECKED))
+            for way in options.whole:
+                if options.again or not measured.rows("whole", way=way):
+                    target = measured.rows("train", way=STOCK, seed=1)[0]["target"]
+                    given = None if way == STOCK else target
+                    for row in job(hosts, options, "train", [way], target=given):
+                        measured.add("whole", row, ratio=CHECKED)
+                        console.print(f"  {way}, whole: {row['seconds']:.0f} s")
+
+
+def _train(
+    measured: Measured,
+    hosts: Hosts,
+    options: argparse.Namespace,
+    console: Console,
+    ways: Sequence[str],
+    seed: int,
+) -> None:
+    """Train to the target with each way that is not known; stock Horovod sets the target."""
+    known = {row["way"] for row in measured.rows("train", seed=seed)}
+    left = [way for way in ways if options.again or way not in known]
+    most = sum(measured.training.goal * (LIMIT if way != STOCK else 1) for way in left)
+    minutes = most * measured.all["compute_ms"] / 6e4
+    if left:
+        console.print(f"seed {seed}: {len(left)} ways to train, at most {minutes:.0f} minutes")
+    for way in left:
+        base = measured.rows("train", way=STOCK, seed=seed)
+        target = base[0]["target"] if base and way != STOCK else None
+        for row in job(hosts, options, "train", [way], seed=seed, target=target):
+            measured.add("train", row, seed=seed)
+            console.print(f"  {way}: {row['steps'] or 'never'}, {row['seconds']:.0f} s")
+
+
+def _seconds(measured: Measured, way: str, ratio: float) -> float:
+    """Estimate how long it takes to time a way: computation, link, and the start of ranks."""
+    rows = measured.rows("train", way=way)
+    share = rows[0]["bytes_a_step"] / (4 * measured.all["parameters"]) if rows else 1.0
+    steps = measured.training.ways[way].lead + TIMED
+    return 8 + steps * measured.all["compute_ms"] / 1e3 * (1.2 + ratio * share)
+
+
+def table(measured: Measured) -> Table:
+    """Return times faster to the target than stock Horovod, by way and ratio."""
+    ratios = sorted({row["ratio"] for row in measured.all["time"]})
+    title = f"{measured.training.title}: times sooner at the target than uncompressed Horovod"
+    found = Table(title=title, box=box.MARKDOWN)
+    heads = ("way", "bytes / a step", "steps to the target")
+    for head in (*heads, *(f"{ratio:g}, {measured.rate(ratio)}" for ratio in ratios)):
+        found.add_column(head, justify="left" if head == "way" else "right")
+    for key, way in measured.training.ways.items():
+        rows = measured.rows("train", way=key)
+        if not rows:
+            continue
+        fewer = statistics.median(4 * r["parameters"] / r["bytes_a_step"] for r in rows)
+        steps = "/".join(str(s or "never") for s in measured.steps(key))
+        cells = [_cell(measured, key, ratio) for ratio in ratios]
+        found.add_row(way.title, f"{fewer:,.1f}", steps, *cells)
+    return found
+
+
+def _cell(measured: Measured, way: str, ratio: float) -> str:
+    ms, found = measured.ms(way, ratio), measured.speed_ups(way, ratio)
+    if ms is None:
+        return ""
+    times = f"{statistics.median(found):.2f}" if found else "never"
+    return f"{times} ({ms:,.0f} ms)"
+
+
+def draw(measured: Measured, path: Path) -> None:
+    """Draw the times sooner at the target against how communication-bound a step is."""
+    ratios = sorted({row["ratio"] for row in measured.all["time"]})
+    with pyplot.rc_context(style.SETTINGS):
+        figure, axes = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
+        keys = [
+            key
+            for key in measured.training.ways
+            if key != STOCK and any(measured.speed_ups(key, ratio) for ratio in ratios)
+        ]
+        for look, key in zip(style.lines(len(keys)), keys):
+            points = [(r, measured.speed_ups(key, r)) for r in ratios]
+            points = [(r, found) for r, found in points if found]
+            middle = [statistics.median(found) for _, found in points]
+            spread = (
+                [m - min(found) for m, (_, found) in zip(middle, points)],
+                [max(found) - m for m, (_, found) in zip(middle, points)],
+            )
+            where = [r for r, _ in points]
+            label = measured.training.ways[key].title
+            axes.errorbar(where, middle, yerr=spread, label=label, markersize=4, **look)
+        axes.axhline(1.0, color=style.INK, linewidth=1.5)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
+        axes.set_xlabel("time of a dense exchange, in steps without one")
+        axes.set_ylabel("times sooner at the target")
+        axes.set_title(f"{measured.training.title}, {measured.all['hosts']} hosts", fontsize=9)
+        figure.legend(loc="outside right upper", fontsize=7)
+        figure.savefig(path)
+        pyplot.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--task", choices=TASKS, default="transformer")
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--ways", nargs="+", default=[], metavar="KEY", help="and stock Horovod")
+    parser.add_argument("--parts", nargs="+", choices=("train", "time", "whole"))
+    parser.add_argument("--whole", nargs="+", default=[STOCK, "bf16", "hook", "sparse-5"])
+    parser.add_argument("--again", action="store_true", help="also what is there")
+    parser.add_argument("--timeout", type=float, default=7200.0, help="seconds of a job")
+    parser.add_argument("--data", type=Path, help="a folder in the place of Debian's packages")
+    parser.add_argument("--folder", type=Path, default=Path("results/worth"))
+    parser.add_argument("--show", type=Path, metavar="JSON", help="measures nothing")
+    options = parser.parse_args()
+    options.parts = options.parts or ("train", "time", "whole")
+    console = Console(width=200)
+    if options.show:
+        kept = json.loads(options.show.read_text())
+        measured = Measured(options.show, TASKS[kept["task"]], kept["hosts"])
+        console.print(table(measured))
+        draw(measured, options.show.with_suffix(".png"))
+        return 0
+    path = options.folder / f"worth-{options.task}.json"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        data.install(options.data)
+        measured = Measured(path, TASKS[options.task], options.hosts)
+        measure(measured, options, console)
+    except (HostsError, data.DataError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except JobError as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    console.print(table(measured))
+    draw(measured, path.with_suffix(".png"))
+    console.print(f"results: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Ways to exchange that `make worth` compares, and the tasks that it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STOCK = "stock"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the ranks of a training exchange.
+
+    Attributes:
+        title: in tables and figures.
+        compressor: an expression of hvd_gradcomp's names.
+        local: arguments of `LocalSteps`; empty for an exchange in each step.
+        library: "" for this package over Horovod; "horovod" or "ddp" for these without it.
+        hook_rank: of PyTorch's PowerSGD hook, with "ddp"; 0 for none.
+        lead: steps before those that are timed, in which payloads settle.
+    """
+
+    title: str
+    compressor: str = "NoneCompressor()"
+    local: str = ""
+    library: str = ""
+    hook_rank: int = 0
+    lead: int = 5
+
+
+@dataclass(frozen=True)
+class Training:
+    """A task of `benchmarks.papers`, its optimizer, and how far it is trained.
+
+    Attributes:
+        task: "transformer" or "images".
+        title: in tables and figures.
+        optimizer: "adamw", or "sgd" with momentum 0.9.
+        rate: of learning, constant.
+        goal: the target is the loss of dense gradients after so many steps.
+        ways: by key; the first is stock Horovod, uncompressed.
+    """
+
+    task: str
+    title: str
+    optimizer: str
+    rate: float
+    goal: int
+    ways: dict[str, Way]
+
+
+AVERAGE = "outer=OuterSGD(1, 0)"
+COMMON = {
+    STOCK: Way("Horovod, uncompressed", library="horovod"),
+    "ddp": Way("DDP, uncompressed", library="ddp"),
+    "bf16": Way("bfloat16", "BF16Compressor()"),
+    "int8": Way("Int8", "Int8Compressor()"),
+    "qsgd": Way("QSGD, 4 bits", "QSGDCompressor(bits=4)"),
+    "power": Way("PowerSGD, rank 4", "PowerSGDCompressor(rank=4)"),
+    "hook": Way("DDP's powerSGD_hook, rank 4", library="ddp", hook_rank=4, lead=15),
+    "variance": Way(
+        "Variance, alpha 1",
+        "VarianceCompressor(alpha=1, capacity='latest', index_coding='elias_fano')",
+        lead=60,
+    ),
+    "egc": Way("EGC, K 1,024", "EGCCompressor(K=1024, momentum={momentum})"),
+    "chunked": Way("chunked top-k", "ChunkedTopKCompressor()"),
+    "local": Way("LocalSteps, 15", local=f"every=15, {AVERAGE}"),
+    "local-int8": Way("LocalSteps, 15, Int8", "Int8Compressor()", f"every=15, {AVERAGE}"),
+    "sparse-5": Way("SparseLoCo, 5", "ChunkedTopKCompressor()", f"every=5, {AVERAGE}"),
+    "sparse-15": Way("SparseLoCo, 15", "ChunkedTopKCompressor()", f"every=15, {AVERAGE}"),
+}
+DGC = {"dgc": Way("DGC, 0.1 %, warm-up", "after(60, None, DGCCompressor(momentum=0.9))", lead=65)}
+TASKS = {
+    "transformer": Training(
+        "transformer", "transformer on text, AdamW", "adamw", 0.001, 420, COMMON
+    ),
+    "images": Training(
+        "images", "VGG on clothes, SGD with momentum", "sgd", 0.05, 300, {**COMMON, **DGC}
+    ),
+}
+LOOK = 30  # steps between looks at the loss; a multiple of all numbers of local steps
+TIMED = 30  # steps, likewise
+LIMIT = 3  # times the goal: who has not reached the target by then never does
+SEPARATE = 40  # steps that are timed without any exchange

@@ -1,0 +1,67 @@
+"""`make worth`: what follows from steps to the target and from the time of a step."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from benchmarks.worth import __main__ as worth
+from benchmarks.worth.ways import LOOK, STOCK, TASKS, TIMED
+
+TRAINING = TASKS["transformer"]
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """Of two hosts: a step of 100 ms, 1 MB of gradients, two ways at one ratio."""
+    found = worth.Measured(tmp_path / "worth.json", TRAINING, 2)
+    found.all |= {"compute_ms": 100.0, "parameters": 250_000}
+    for seed, steps in ((1, 600), (2, None)):
+        common = {"parameters": 250_000, "target": 2.0, "looks": [], "seconds": 1.0}
+        stock = {"way": STOCK, "steps": 420, "bytes_a_step": 1e6, **common}
+        found.add("train", stock, seed=seed)
+        found.add("train", {**stock, "way": "bf16", "steps": steps}, seed=seed)
+    found.add("time", {"way": STOCK, "ms": 1100.0}, ratio=10.0)
+    found.add("time", {"way": "bf16", "ms": 550.0}, ratio=10.0)
+    return found
+
+
+def test_the_rate_makes_a_dense_exchange_so_many_times_a_step(measured):
+    """Of two hosts each sends all gradients once: 1 MB in 1 s."""
+    assert measured.link_bytes == 1e6
+    assert measured.rate(10.0) == "8000kbit"
+
+
+def test_speed_up_is_of_steps_and_of_their_time(measured):
+    assert measured.speed_ups("bf16", 10.0) == [420 * 1100.0 / (600 * 550.0)]  # seed 2 never
+    assert measured.speed_ups(STOCK, 10.0) == [1.0, 1.0]
+    assert measured.speed_ups("bf16", 3.0) == []  # nothing was timed there
+
+
+def test_a_row_takes_the_place_of_the_same_one(measured):
+    measured.add("time", {"way": "bf16", "ms": 500.0}, ratio=10.0)
+    assert [row["ms"] for row in measured.rows("time", way="bf16")] == [500.0]
+    again = worth.Measured(measured.path, TRAINING, 2)
+    assert again.all == measured.all
+    with pytest.raises(SystemExit, match="another measurement"):
+        worth.Measured(measured.path, TRAINING, 4)
+
+
+def test_what_was_measured_is_shown(measured, monkeypatch, capsys):
+    words = ["worth", "--show", str(measured.path)]
+    monkeypatch.setattr(sys, "argv", words)
+    assert worth.main() == 0
+    assert measured.path.with_suffix(".png").exists()
+    said = " ".join(capsys.readouterr().out.split())
+    assert "600/never" in said and "1.40 (550 ms)" in said
+
+
+@pytest.mark.parametrize("training", TASKS.values(), ids=TASKS)
+def test_looks_and_times_are_of_whole_rounds_of_local_steps(training):
+    """Between exchanges ranks have other parameters, and a part of a round another time."""
+    assert next(iter(training.ways)) == STOCK and training.goal % LOOK == 0
+    for way in training.ways.values():
+        if way.local:
+            every = int(way.local.partition("every=")[2].partition(",")[0])
+            assert LOOK % every == 0 and TIMED % every == 0
