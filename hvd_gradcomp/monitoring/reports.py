@@ -36,7 +36,7 @@ _TO_BEGIN, _TO_END = 60.0, 10.0
 _WAITING = 64  # maximum number of queued records
 _SCALARS = (
     *("steps", "bytes_dense", "bytes_sent", "bytes_received", "ratio", "element_ratio", "skipped"),
-    *("rung_changes", "residual_norm", "gradient_norm", "residual_ratio"),
+    *("rung_changes", "residual_norm", "gradient_norm", "residual_ratio", "ms_waited"),
 )
 
 
@@ -75,6 +75,8 @@ def summary(stats: CompressionStats) -> str:
         parts.append(f"{_short(100 * stats.elements_sent / stats.elements)} % of elements")
     if stats.residual_ratio is not None:
         parts.append(f"residual {_short(stats.residual_ratio)} x gradient")
+    if stats.ms_waited is not None:
+        parts.append(f"{_short(stats.ms_waited)} ms waiting a step")
     if stats.skipped:
         parts.append(f"{stats.skipped:,} skipped")
     if stats.rung_changes:

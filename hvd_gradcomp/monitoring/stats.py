@@ -37,6 +37,10 @@ class CompressionStats:
         gradient_norm: L2 norm of an exchanged gradient. On PyTorch of the current `p.grad`, which
             between a step and the next backward is the optimizer's input; on TensorFlow of the
             last exchange that a `StatsWriter` has read. None if there is none.
+        seconds_waited: seconds, since this process made the optimizer, in which its steps stood
+            still for the data of exchanges: what neither backward nor `delay=` hides. What a rank
+            waits until others begin a step is not in it, nor what a GPU waits for while the host
+            goes on (NCCL). None on TensorFlow, whose graphs wait by themselves.
     """
 
     steps: int = 0
@@ -52,6 +56,7 @@ class CompressionStats:
     rung_changes: int = 0
     residual_norm: float | None = None
     gradient_norm: float | None = None
+    seconds_waited: float | None = None
 
     def __str__(self) -> str:
         """Format the totals as a table.
@@ -75,6 +80,8 @@ class CompressionStats:
         )
         if self.rung_changes:
             rows["room"] = f"changed {self.rung_changes:,} times"
+        if self.ms_waited is not None:
+            rows["waiting"] = f"{self.ms_waited:.3g} ms a step"
         if self.gradient_norm is not None:
             rows["gradient norm"] = f"{self.gradient_norm:.4g}"
         if self.residual_norm is not None:
@@ -113,12 +120,22 @@ class CompressionStats:
             return None
         return self.residual_norm / self.gradient_norm
 
+    @property
+    def ms_waited(self) -> float | None:
+        """Milliseconds that a step stood still for exchanges, in the mean; None if not known."""
+        if self.seconds_waited is None or not self.steps:
+            return None
+        return 1e3 * self.seconds_waited / self.steps
+
     def __sub__(self, earlier: CompressionStats) -> CompressionStats:
         """Return the span between two readings; losses and norms are those of the later one."""
         counts = [f.name for f in fields(self) if f.type == "int"]  # annotations are texts
         span = {name: getattr(self, name) - getattr(earlier, name) for name in counts}
         layers = {name: n - earlier.layers.get(name, 0) for name, n in self.layers.items()}
-        return replace(self, layers=layers, **span)
+        waited = self.seconds_waited
+        if waited is not None:
+            waited -= earlier.seconds_waited or 0.0
+        return replace(self, layers=layers, seconds_waited=waited, **span)
 
 
 def combined(
@@ -144,6 +161,7 @@ def combined(
         for name, sent in part.layers.items():
             layers[name] = layers.get(name, 0) + sent
     elements = steps * sum(sizes.values())
+    waited = [part.seconds_waited for part in every]
     return CompressionStats(
         steps=steps,
         elements=elements,
@@ -157,6 +175,7 @@ def combined(
         skipped=sum(part.skipped for part in every),
         rung_changes=sum(part.rung_changes for part in parts),
         residual_norm=norm_of(p.residual_norm for p in parts if p.residual_norm is not None),
+        seconds_waited=None if None in waited else sum(filter(None, waited)),
     )
 
 

@@ -37,6 +37,7 @@ def stats(
     unplanned: Mapping[str, int],
     norm: Callable[[Any], float],
     gradient_norms: Iterable[float],
+    seconds_waited: float | None = None,
 ) -> CompressionStats:
     """Return totals since the start; reads the device.
 
@@ -49,6 +50,7 @@ def stats(
         unplanned: sizes of layers that have no bucket on any rank, by name.
         norm: the L2 norm of a tensor.
         gradient_norms: of parts of the exchanged gradient.
+        seconds_waited: see `CompressionStats`.
     """
     layers: dict[str, int] = {}
     sizes = dict(unplanned)
@@ -76,4 +78,5 @@ def stats(
         rung_changes=sum(report.rung_changes for report in reports),
         residual_norm=norm_of(norm(r.residual) for r in reports if r.residual is not None),
         gradient_norm=norm_of(gradient_norms),
+        seconds_waited=seconds_waited,
     )

@@ -9,6 +9,7 @@ reduced ones go; what else differs between the two is in their `Backend`.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Collection, Iterator, Sequence, Set
 from typing import Any, Protocol
 
@@ -67,11 +68,13 @@ class TrafficCounter:
     Attributes:
         counters: bytes sent, bytes received, steps skipped.
         gathered: values of sparse gradients gathered uncompressed, by the layer's name.
+        waited: seconds in which steps stood still for exchanges.
     """
 
     def __init__(self) -> None:
         self.counters = [0, 0, 0]
         self.gathered: dict[str, int] = {}
+        self.waited = 0.0
         self._heard: list[torch.Tensor] = []
 
     def sent(self, tensor: torch.Tensor) -> None:
@@ -269,10 +272,12 @@ class Reducer:
 
     def _wait(self, bucket: Bucket) -> torch.Tensor:
         assert bucket.sent is not None
+        begin = time.perf_counter()
         try:
             reply: torch.Tensor = self._runner.receive(bucket.sent)
         except self.transport.failure as error:
             raise self._explained(bucket, error) from error
+        self.traffic.waited += time.perf_counter() - begin
         bucket.sent = None
         return reply
 
@@ -310,7 +315,9 @@ class Reducer:
         """
         while self.running:
             if not self.poll():
+                begin = time.perf_counter()
                 yield
+                self.traffic.waited += time.perf_counter() - begin
         if self.started:
             self.end_exchange()
 
@@ -455,6 +462,7 @@ class Reducer:
             unplanned={},
             norm=_norm,
             gradient_norms=[_norm(p.grad) for p in self.parameters if p.grad is not None],
+            seconds_waited=self.traffic.waited,
         )
 
 

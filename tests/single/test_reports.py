@@ -18,7 +18,7 @@ from hvd_gradcomp.core.capacity import CapacitySchedule
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.monitoring import reports
 from hvd_gradcomp.monitoring.reports import StatsWriter, Writer, scalars, summary
-from hvd_gradcomp.monitoring.stats import CompressionStats
+from hvd_gradcomp.monitoring.stats import CompressionStats, combined
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import EVERY, learned_by
@@ -204,7 +204,7 @@ FULL = """
 import logging, resource, signal, sys, time
 from hvd_gradcomp import JSONLines, TensorBoard
 from hvd_gradcomp.monitoring.reports import StatsWriter
-from hvd_gradcomp.monitoring.stats import CompressionStats
+from hvd_gradcomp.monitoring.stats import CompressionStats, combined
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -312,3 +312,17 @@ def test_what_is_kept_is_that_of_the_phase_at_work():
         # Strom keeps all; then its debt has gone over, and 6 elements a step are paid.
         assert float(kept[0:600].max()) == step and int((kept[:600] < step).sum()) == sent
     assert said.rung_changes == 0
+
+
+def test_time_that_steps_waited():
+    """Of a span it is the difference; of parts the sum; not known where a part does not know."""
+    first = CompressionStats(steps=2, seconds_waited=0.5)
+    span = CompressionStats(steps=12, seconds_waited=1.5) - first
+    assert span.ms_waited == 100.0 and "waiting" in str(span)
+    assert "100 ms waiting a step" in summary(span)
+    assert scalars(span)["compression/ms_waited"] == 100.0
+    assert combined([first, first], [], 4).seconds_waited == 1.0
+    assert combined([first, CompressionStats()], [], 4).seconds_waited is None
+    unknown = CompressionStats(steps=3)
+    assert unknown.ms_waited is None and "compression/ms_waited" not in scalars(unknown)
+    assert (CompressionStats(seconds_waited=1.0) - unknown).seconds_waited == 1.0
