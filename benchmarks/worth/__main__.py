@@ -33,14 +33,14 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.papers import data
 from benchmarks.rig import Hosts, HostsError, JobError
-from benchmarks.worth.ways import LIMIT, SEPARATE, STOCK, TASKS, TIMED, Training
-from benchmarks.worth.worker import MARK
+from benchmarks.worth.ways import LIMIT, MARK, SEPARATE, STOCK, TASKS, TIMED, Training
 from hvd_gradcomp.cli import style
 
 matplotlib.use("Agg")
@@ -108,6 +108,15 @@ class Measured:
         rows = self.rows("time", way=way, ratio=ratio)
         return rows[0]["ms"] if rows else None
 
+    def predicted_ms(self, way: str, rate: float) -> float:
+        """Return the time of a step at a rate in bits a second, between those that were timed.
+
+        Linear in the time of a dense exchange; beyond the fastest and the slowest link as there.
+        """
+        ratio = 8e3 * self.link_bytes / rate / self.all["compute_ms"]
+        rows = sorted(self.rows("time", way=way), key=lambda row: row["ratio"])
+        return float(np.interp(ratio, [r["ratio"] for r in rows], [r["ms"] for r in rows]))
+
     def speed_ups(self, way: str, ratio: float) -> list[float]:
         """Return how many times sooner than stock Horovod a way is at the target, by seed."""
         ours, stock = self.ms(way, ratio), self.ms(STOCK, ratio)
@@ -122,17 +131,35 @@ class Measured:
 
 
 def job(
-    hosts: Hosts, options: argparse.Namespace, mode: str, ways: Sequence[str], **how: Any
+    hosts: Hosts,
+    task: str,
+    mode: str,
+    ways: Sequence[str],
+    *,
+    seed: int = 1,
+    target: float | None = None,
+    folder_of_data: Path | None = None,
+    timeout: float = 7200.0,
 ) -> Rows:
-    """Run a worker on each host; return its results."""
-    given = {"task": options.task, "mode": mode, "ways": ways, "seed": 1, "target": None, **how}
-    given["data"] = str(options.data) if options.data else None
+    """Run a worker on each host; return its results.
+
+    Args:
+        hosts: where.
+        task: of `ways.TASKS`.
+        mode: "train" or "time".
+        ways: keys of the task's; "" for no exchange.
+        seed, target: see the worker.
+        folder_of_data: in the place of Debian's packages.
+        timeout: seconds.
+    """
+    given = {"task": task, "mode": mode, "ways": ways, "seed": seed, "target": target}
+    given["data"] = str(folder_of_data) if folder_of_data else None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "job.json")
         path.write_text(json.dumps(given))
         # The ranks of DistributedDataParallel find each other by this interface.
         env = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-        output = hosts.horovodrun([*WORKER, str(path)], env=env, timeout=options.timeout)
+        output = hosts.horovodrun([*WORKER, str(path)], env=env, timeout=timeout)
     return results(output)
 
 
@@ -145,9 +172,10 @@ def results(output: str) -> Rows:
 def measure(measured: Measured, options: argparse.Namespace, console: Console) -> None:
     ways = [key for key in measured.training.ways if not options.ways or key in options.ways]
     ways = [STOCK, *(key for key in ways if key != STOCK)]
+    how = {"folder_of_data": options.data, "timeout": options.timeout}
     with Hosts(options.hosts) as hosts:
         if measured.all["compute_ms"] is None:
-            (alone,) = job(hosts, options, "time", [""])
+            (alone,) = job(hosts, options.task, "time", [""], **how)
             measured.all |= {"compute_ms": alone["median_ms"], "parameters": alone["parameters"]}
             measured.save()
         compute = measured.all["compute_ms"]
@@ -168,7 +196,7 @@ def measure(measured: Measured, options: argparse.Namespace, console: Console) -
                 f"{len(left)} ways, about {seconds / 60:.0f} minutes"
             )
             for way in left:
-                for row in job(hosts, options, "time", [way]):
+                for row in job(hosts, options.task, "time", [way], **how):
                     measured.add("time", row, ratio=ratio)
                     console.print(f"  {way}: {row['ms']:.1f} ms a step")
         if "whole" in options.parts:
@@ -177,7 +205,7 @@ def measure(measured: Measured, options: argparse.Namespace, console: Console) -
                 if options.again or not measured.rows("whole", way=way):
                     target = measured.rows("train", way=STOCK, seed=1)[0]["target"]
                     given = None if way == STOCK else target
-                    for row in job(hosts, options, "train", [way], target=given):
+                    for row in job(hosts, options.task, "train", [way], target=given, **how):
                         measured.add("whole", row, ratio=CHECKED)
                         console.print(f"  {way}, whole: {row['seconds']:.0f} s")
 
@@ -193,6 +221,7 @@ def _train(
     """Train to the target with each way that is not known; stock Horovod sets the target."""
     known = {row["way"] for row in measured.rows("train", seed=seed)}
     left = [way for way in ways if options.again or way not in known]
+    how = {"folder_of_data": options.data, "timeout": options.timeout}
     most = sum(measured.training.goal * (LIMIT if way != STOCK else 1) for way in left)
     minutes = most * measured.all["compute_ms"] / 6e4
     if left:
@@ -200,7 +229,7 @@ def _train(
     for way in left:
         base = measured.rows("train", way=STOCK, seed=seed)
         target = base[0]["target"] if base and way != STOCK else None
-        for row in job(hosts, options, "train", [way], seed=seed, target=target):
+        for row in job(hosts, options.task, "train", [way], seed=seed, target=target, **how):
             measured.add("train", row, seed=seed)
             console.print(f"  {way}: {row['steps'] or 'never'}, {row['seconds']:.0f} s")
 

@@ -83,3 +83,4 @@ LOOK = 30  # steps between looks at the loss; a multiple of all numbers of local
 TIMED = 30  # steps, likewise
 LIMIT = 3  # times the goal: who has not reached the target by then never does
 SEPARATE = 40  # steps that are timed without any exchange
+MARK = "WORTH "  # begins a worker's line with a result

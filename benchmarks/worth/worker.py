@@ -27,9 +27,7 @@ from benchmarks.papers.hook import PowerSGDHook, connect
 from benchmarks.papers.parts import Scale
 from benchmarks.papers.training import TASKS as DATA
 from benchmarks.papers.training import Loss
-from benchmarks.worth.ways import LIMIT, LOOK, SEPARATE, TASKS, TIMED, Training, Way
-
-MARK = "WORTH "  # begins a line with a result
+from benchmarks.worth.ways import LIMIT, LOOK, MARK, SEPARATE, TASKS, TIMED, Training, Way
 
 
 class Run:

@@ -28,6 +28,7 @@ def printed(monkeypatch, tmp_path, *words):
     monkeypatch.delenv("HVD_GRADCOMP_HOSTS", raising=False)
     monkeypatch.setattr(sys, "argv", ["demo", "--output", str(tmp_path / "results"), *words])
     monkeypatch.setattr(demo, "run", rows)
+    monkeypatch.setattr(demo, "refusal", lambda: "no hosts here")
     monkeypatch.setattr(demo, "plot", lambda rows, path: path.parent.mkdir())
     monkeypatch.setattr(demo, "Console", lambda: Console(file=output, width=100))
     demo.main()
@@ -44,6 +45,15 @@ def test_it_says_why_compressed_steps_are_slower_and_what_a_link_makes_of_them(
         (one,) = [one for one in runs[rate] if one["way"] == way]
         assert f"{one['ms']:,.0f} ({one['times_faster']:.1f}x)" in text
     assert text.index("dense") < text.index("QSGD()") < text.index("Variance(alpha=1.0)")
+
+
+def test_it_ends_with_what_a_slow_link_makes_of_a_training(monkeypatch, tmp_path):
+    """Predicted where no hosts can be made, and it says so."""
+    text = printed(monkeypatch, tmp_path)
+    last = text[text.index("A transformer to one loss") :]
+    assert "predicted from docs/measured" in last
+    rows = [float(last.partition(name)[2].split()[7]) for name in ("Horovod, unc", "SparseLoCo")]
+    assert rows[0] == 1.0 and rows[1] > 2.0
 
 
 def test_between_hosts_it_says_no_such_thing(monkeypatch, tmp_path):

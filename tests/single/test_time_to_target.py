@@ -39,6 +39,13 @@ def test_speed_up_is_of_steps_and_of_their_time(measured):
     assert measured.speed_ups("bf16", 3.0) == []  # nothing was timed there
 
 
+def test_a_step_is_predicted_between_links_that_were_timed(measured):
+    measured.add("time", {"way": "bf16", "ms": 200.0}, ratio=3.0)
+    assert measured.predicted_ms("bf16", 8e6) == 550.0  # 10 times a step
+    assert measured.predicted_ms("bf16", 8e7 / 6.5) == 375.0  # half way between 3 and 10
+    assert measured.predicted_ms("bf16", 1e9) == 200.0
+
+
 def test_a_row_takes_the_place_of_the_same_one(measured):
     measured.add("time", {"way": "bf16", "ms": 500.0}, ratio=10.0)
     assert [row["ms"] for row in measured.rows("time", way="bf16")] == [500.0]
