@@ -31,6 +31,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.runtime import stall_inspector
 from hvd_gradcomp.runtime.stall_inspector import DeadlockError, PendingOp
+from hvd_gradcomp.tensorflow.variables import new_variable
 
 __all__ = ["DeadlockError", "init", "marked", "rounds", "shutdown", "translated", "unmarked"]
 
@@ -56,6 +57,11 @@ _END = ". Horovod has been shut down on all ranks"
 _STOCK: Any = mpi_ops.MPI_LIB
 _STOCK_INIT, _STOCK_SHUTDOWN = mpi_ops.init, mpi_ops.shutdown
 _marking = threading.local()  # whether collectives of this thread are recorded
+
+
+def _counter(name: str) -> tf.Variable:
+    """Create a variable on the host, wherever the collective is."""
+    return new_variable(f"gradcomp_{name}", 0, tf.int64, "/cpu:0")
 
 
 class RankSet(NamedTuple):
@@ -102,11 +108,7 @@ class ReportRounds:
     """
 
     def __init__(self) -> None:
-        with tf.init_scope(), tf.device("/cpu:0"):
-            self.told, self.due = (
-                tf.Variable(0, dtype=tf.int64, trainable=False, name=f"gradcomp_{name}")
-                for name in ("told", "due")
-            )
+        self.told, self.due = _counter("told"), _counter("due")
         self.reported = 0
 
     def drop(self) -> None:
@@ -188,10 +190,8 @@ class _StallInspector:
         self._start()
         key = name, process_set
         if key not in self._sites:
-            with tf.init_scope(), tf.device("/cpu:0"):
-                turn = tf.Variable(0, dtype=tf.int64, trainable=False, name="gradcomp_waits")
             asked = PendingOp(name, RankSet(process_set, []), lambda: False, shown=shown)
-            self._sites[key] = _Site(asked, turn)
+            self._sites[key] = _Site(asked, _counter("waits"))
         return self._sites[key]
 
     @contextmanager

@@ -13,13 +13,18 @@ _own: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionar
 _apart: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
 
 
-def new_variable(name: str, value: tf.Tensor) -> tf.Variable:
+def new_variable(name: str, value: Any, dtype: Any = None, device: str = "") -> tf.Variable:
     """Create a variable that belongs to nobody's checkpoint.
 
     It is created outside of any trace: a `tf.function` that creates one is traced a second time.
     """
+
+    def create() -> tf.Variable:
+        with tf.device(device or None):
+            return tf.Variable(value, trainable=False, name=name, dtype=dtype)
+
     with ThreadPoolExecutor(1) as elsewhere:
-        return elsewhere.submit(tf.Variable, value, trainable=False, name=name).result()
+        return elsewhere.submit(create).result()
 
 
 def is_rank_local(variable: Any) -> bool:
