@@ -26,6 +26,7 @@ NATIVE = (
     "c/quant.c",
     "c/threshold.c",
     "c/topk.c",
+    "c/votes.c",
 )
 HEADERS = ("c/calls.h", "c/kernels.h", "c/rows.h", "c/threads.h")
 OPERATIONS = "c/tensorflow.cc"

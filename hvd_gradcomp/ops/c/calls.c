@@ -615,6 +615,49 @@ static int run_add_signs(call *c) {
   return 0;
 }
 
+/* bands, m, gradient; whether zeros count as negative; momentum, rest
+ * -> momentum * m + rest * gradient, packed */
+static int plan_momentum_signs(call *c) {
+  int64_t groups, n = c->in[1].length;
+  TRY(takes(c, 3, 1, 2));
+  TRY(is_vector(c, 1, FLOAT, ANY));
+  TRY(is_vector(c, 2, FLOAT, n));
+  TRY(groups_in(c, n, &groups));
+  NEED(n % GROUP == 0, "signs are whole words");
+  TRY(gives_like(c, 0, 2));
+  return gives_vector(c, 1, UINT8, n / 8);
+}
+
+static int run_momentum_signs(call *c) {
+  momentum_signs(BANDS, FLOATS(1), FLOATS(2), OUT(float, 0), c->in[1].length, (float)c->floats[0],
+                 (float)c->floats[1], *c->ints != 0, OUT(uint32_t, 1), (int)c->threads);
+  return 0;
+}
+
+/* bands, packed, weights[, m]; elements; unit -> the majority[, m], which may be in m's memory */
+static int plan_majority(call *c) {
+  int64_t groups, n = c->n_ints ? *c->ints : 0;
+  TRY(takes(c, 3, 1, 1));
+  NEED(0 <= n && n % GROUP == 0 && c->n_in - 3 == c->n_out - 1 && c->n_in <= 4,
+       "signs are whole words");
+  TRY(groups_in(c, n, &groups));
+  TRY(is_vector(c, 2, FLOAT, ANY));
+  TRY(is(c, 1, UINT8, 2, c->in[2].length, ANY));
+  NEED(c->in[1].length >= n / 8 && c->in[1].stride % 4 == 0, "a sign for each of %lld elements",
+       (long long)n);
+  if (c->n_in > 3) TRY(is_vector(c, 3, FLOAT, n));
+  TRY(gives_vector(c, 0, FLOAT, n));
+  return c->n_in > 3 ? gives_vector(c, 1, FLOAT, n) : 0;
+}
+
+static int run_majority(call *c) {
+  int keeps = c->n_in > 3;
+  majority(BANDS, (const uint32_t *)c->in[1].data, c->in[1].stride / 4, c->in[1].rows, FLOATS(2),
+           (float)*c->floats, *c->ints, OUT(float, 0), keeps ? FLOATS(3) : NULL,
+           keeps ? OUT(float, 1) : NULL, (int)c->threads);
+  return 0;
+}
+
 /* -- rows of a vector ------------------------------------------------------------------------ */
 
 /* Rows of so many elements, the last one perhaps of fewer; 0 if none can be that long. */
@@ -1103,6 +1146,8 @@ static const kernel KERNELS[] = {
     KERNEL(add_floats),
     KERNEL(encode_signs),
     KERNEL(add_signs),
+    KERNEL(momentum_signs),
+    KERNEL(majority),
     KERNEL(largest_of_rows),
     KERNEL(accumulate_largest),
     KERNEL(add_in_rows),

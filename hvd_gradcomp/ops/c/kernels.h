@@ -176,4 +176,13 @@ void add_signs(const band *bands, int64_t count, const float *base, float *out, 
                int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
                const float *below, int64_t mean_stride, const float *weights, int threads);
 
+/* -- votes.c -- */
+
+void momentum_signs(const band *bands, int64_t count, const float *m, const float *g, float *out,
+                    int64_t n, float momentum, float rest, int zeros, uint32_t *words,
+                    int threads);
+void majority(const band *bands, int64_t count, const uint32_t *words, int64_t stride,
+              int64_t ranks, const float *weights, float unit, int64_t n, float *out,
+              const float *m, float *kept, int threads);
+
 #endif
