@@ -25,6 +25,7 @@ NATIVE = (
     "c/elias_fano.c",
     "c/quant.c",
     "c/threshold.c",
+    "c/tiles.c",
     "c/topk.c",
     "c/votes.c",
 )

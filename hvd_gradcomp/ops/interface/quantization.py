@@ -226,6 +226,13 @@ class Quantization(BitPacking):
             total = self.accumulate(total, self.scale(value, weights[rank]))
         return total
 
+    def add_bfloat16(
+        self, base: Tensor | None, room: Tensor, packed: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Any]:
+        """Return `add_floats` for bfloat16, and whether all of it is finite. Donating."""
+        total = self.add_floats(RowGroups(()), base, room, packed, None, 16, weights)
+        return total, self.finite(total)
+
     def _inverse(self, scale: Tensor, levels: float) -> Tensor:
         """Return `levels / scale`, and 0 where a group counts as zero."""
         used = scale >= TINY

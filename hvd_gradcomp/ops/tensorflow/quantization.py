@@ -117,6 +117,17 @@ class Quantization(Base):
         ints = bits, base is None
         return self.native("add_floats", given, [(tf.float32, start.shape)], ints)[0]
 
+    def add_bfloat16(
+        self, base: Tensor | None, room: Tensor, packed: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Any]:
+        if self.native is None:
+            return super().add_bfloat16(base, room, packed, weights)
+        start = room if base is None else base
+        outputs = [(tf.float32, start.shape), (tf.bool, ())]
+        given: tuple[Any, ...] = [], start, packed, tf.zeros((0,)), weights
+        total, finite = self.native("add_floats", given, outputs, (16, base is None))
+        return total, bool(finite) if tf.executing_eagerly() else finite
+
     def encode_signs(self, row_groups: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.native is None:
             return super().encode_signs(row_groups, x)

@@ -161,6 +161,17 @@ class Quantization(Base):
         self.native("add_floats", given, (room,), (bits, base is None))
         return room
 
+    def add_bfloat16(
+        self, base: Tensor | None, room: Tensor, packed: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Any]:
+        if self.native is None:
+            return super().add_bfloat16(base, room, packed, weights)
+        room, finite = self.room(room), array("B", (0,))
+        start = room if base is None else base.contiguous()
+        given = _NEAREST, start, walkable(packed), self._empty(0), weights.contiguous()
+        self.native("add_floats", given, (room, finite), (16, base is None))
+        return room, bool(finite[0])
+
     def encode_signs(self, row_groups: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.quantizers is not None:
             return self.quantizers.encode_signs(row_groups, x)
