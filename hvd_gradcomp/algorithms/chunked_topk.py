@@ -121,10 +121,9 @@ class ChunkedTopKCompressor(Clipping, Compressor):
     ) -> Program:
         layout, size = context.layout, context.layout.size
         gradient, _ = self.clipped(ops, context, gradient, extra)
-        finite, gradient = patterns.check_storable(ops, gradient)
         # In the gradient's memory: if the exchange fails, the state is as before.
         given = state.r, self.decay, gradient, self.chunk, self.k
-        there, index, values = ops.accumulate_largest(*given)
+        finite, there, index, values = ops.sound_largest(*given)
         parts, sent = self.encode(ops, size, index, values)
         if self.is_summed(layout, context.size):
             weight = patterns.poison(ops, finite) + 1.0

@@ -211,9 +211,9 @@ class DeMoCompressor(Clipping, Compressor):
             for number, (each, index, value) in enumerate(
                 zip(tiles, chosen, patterns.split_like(values, chosen))
             ):
-                totals[number] = totals[number] + _spread(ops, each, index, value)
-                ones = ops.cast(value != 0, "float32")
-                counts[number] = counts[number] + _spread(ops, each, index, ones)
+                places, ones = _places(ops, each, index), ops.cast(value != 0, "float32")
+                totals[number] = ops.add_at(totals[number], places, value)
+                counts[number] = ops.add_at(counts[number], places, ones)
         world = float(bodies.shape[0])
         # A vector, since PyTorch divides a number by one as a product with its reciprocal.
         return [
@@ -268,28 +268,26 @@ def _basis(ops: Ops, n: int) -> Tensor:
 
 def _forward(ops: Ops, tiles: Tiles, m: Tensor) -> Tensor:
     """Return the components of a layer's tiles, one tile after another; float32 [elements]."""
-    rows, columns, height, width = tiles.rows, tiles.columns, tiles.height, tiles.width
-    layer = ops.reshape(
-        m[tiles.start : tiles.start + rows * columns],
-        (rows // height, height, columns // width, width),
-    )
-    x = ops.reshape(ops.transpose(layer, (0, 2, 1, 3)), (tiles.count, height, width))
-    across = ops.transpose(_basis(ops, width), (1, 0))
-    x = ops.matmul(ops.matmul(_basis(ops, height), x), across)
-    return ops.reshape(x, (tiles.count * tiles.size,))
+    layer = m[tiles.start : tiles.start + tiles.rows * tiles.columns]
+    across = ops.transpose(_basis(ops, tiles.width), (1, 0))
+    shape = tiles.rows, tiles.columns
+    return ops.turn_tiles(layer, shape, _basis(ops, tiles.height), across, back=False)
 
 
 def _backward(ops: Ops, tiles: Tiles, components: Tensor) -> Tensor:
     """Return a layer, flat, from the components of its tiles."""
-    rows, columns, height, width = tiles.rows, tiles.columns, tiles.height, tiles.width
-    x = ops.reshape(components, (tiles.count, height, width))
-    x = ops.matmul(ops.matmul(ops.transpose(_basis(ops, height), (1, 0)), x), _basis(ops, width))
-    x = ops.reshape(x, (rows // height, columns // width, height, width))
-    return ops.reshape(ops.transpose(x, (0, 2, 1, 3)), (rows * columns,))
+    down = ops.transpose(_basis(ops, tiles.height), (1, 0))
+    shape = tiles.rows, tiles.columns
+    return ops.turn_tiles(components, shape, down, _basis(ops, tiles.width), back=True)
 
 
 def _spread(ops: Ops, tiles: Tiles, index: Tensor, values: Tensor) -> Tensor:
     """Return a layer's components, flat: values where they belong, 0 elsewhere."""
+    room = ops.zeros((tiles.count * tiles.size,))
+    return ops.add_at(room, _places(ops, tiles, index), values)
+
+
+def _places(ops: Ops, tiles: Tiles, index: Tensor) -> Tensor:
+    """Return where in a layer's components, flat, what is chosen of its tiles lies."""
     first = ops.reshape(ops.arange(tiles.count), (-1, 1)) * tiles.size
-    places = ops.minimum(index, tiles.size - 1) + first
-    return ops.add_at(ops.zeros((tiles.count * tiles.size,)), ops.reshape(places, (-1,)), values)
+    return ops.reshape(ops.minimum(index, tiles.size - 1) + first, (-1,))

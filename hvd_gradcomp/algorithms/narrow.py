@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from hvd_gradcomp.codecs.quantized import (
     EXCHANGES,
@@ -100,6 +101,14 @@ class BF16Compressor(_NarrowCompressor):
     ) -> Tensor:
         base, scratch, weights = accumulator
         return ops.add_floats(row_groups, base, scratch, payload["codes"], None, 16, weights)
+
+    def add_checked(
+        self, ops: Ops, row_groups: RowGroups, payload: Payload, accumulator: Accumulator
+    ) -> tuple[Tensor, Any]:
+        if not ops.dynamic_shapes:  # there one check of the whole is fewer calls
+            return super().add_checked(ops, row_groups, payload, accumulator)
+        base, scratch, weights = accumulator
+        return ops.add_bfloat16(base, scratch, payload["codes"], weights)
 
 
 @dataclass(frozen=True, repr=False)

@@ -68,30 +68,27 @@ class SignumCompressor(Compressor):
         layers = [RowGroup(at, 1, n) for at, n in zip(layout.offsets, layout.sizes) if n]
         row_groups = RowGroups(tuple(layers))
         finite, gradient = patterns.check_storable(ops, gradient)
-        ahead = ops.scale(gradient, 1.0 - self.momentum)
-        m = ops.accumulate(ahead, ops.times(state.m, self.momentum))
-        turn = ops.cast(ops.words(((context.step + rank) % 2 * 2 - 1,)), "float32")
-        signed = ops.where(m == 0, turn, m)
+        negative = 1 - (context.step + rank) % 2  # what a zero counts as
+        unit = context.prescale * context.postscale * context.size
         if wire.HEADER_BYTES + layout.size / 8 > most_gathered(4.0 * layout.elements, context.size):
-            sign = ops.cast(ops.where(signed < 0, -1.0, 1.0), "float16")
+            ahead = ops.scale(gradient, 1.0 - self.momentum)
+            m = ops.accumulate(ahead, ops.times(state.m, self.momentum))
+            zero = ops.cast(1 - ops.words((negative,)) * 2, "float32")
+            sign = ops.cast(ops.where(ops.where(m == 0, zero, m) < 0, -1.0, 1.0), "float16")
             healthy = ops.cast(patterns.poison(ops, finite), "float16")
             total = yield Allreduce(ops.concat((sign, healthy)), 1.0, 1.0)
             votes = patterns.strip_poison(ops, ops.cast(total, "float32"))
-        else:
-            _, _, codes = ops.encode_signs(row_groups, signed)
-            header = patterns.header_of(self, context, finite)
-            buffers = yield Allgather(wire.pack(ops, header, codes))
-            plain = context._replace(prescale=1.0, postscale=1.0)
-            expected, spec = patterns.header_of(self, context), patterns.reduction_spec(plain, {})
-            header, bodies = wire.unpack(ops, expected, buffers, spec)
-            ones = ops.full((context.size, row_groups.groups), 1.0, "float32")
-            weights = patterns.weights_of(ops, plain, header)
-            votes = ops.add_signs(
-                row_groups, None, ops.zeros((layout.size,)), bodies, ones, -ones, weights
-            )
-        unit = context.prescale * context.postscale * context.size
-        result = _within(ops, layers, _signs(ops, votes) * unit)
-        return result, Momentum(ops.overwrite(state.m, m))
+            result = _within(ops, layers, _signs(ops, votes) * unit)
+            return result, Momentum(ops.overwrite(state.m, m))
+        m, codes = ops.momentum_signs(row_groups, state.m, gradient, self.momentum, negative)
+        header = patterns.header_of(self, context, finite)
+        buffers = yield Allgather(wire.pack(ops, header, codes))
+        plain = context._replace(prescale=1.0, postscale=1.0)
+        expected, spec = patterns.header_of(self, context), patterns.reduction_spec(plain, {})
+        header, bodies = wire.unpack(ops, expected, buffers, spec)
+        weights = patterns.weights_of(ops, plain, header)
+        result, m = ops.majority(row_groups, bodies, weights, unit, m, state.m)
+        return result, Momentum(m)
 
 
 def _signs(ops: Ops, x: Tensor) -> Tensor:

@@ -17,8 +17,9 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from math import prod
+from operator import and_
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.codecs.clipping import Clipping
@@ -90,6 +91,12 @@ class QuantizedCompressor(Compressor):
     ) -> Tensor:
         """Return `base + sum over ranks of weight * decoded payload`; parts are [world, ...]."""
 
+    def add_checked(
+        self, ops: Ops, row_groups: RowGroups, payload: Payload, accumulator: Accumulator
+    ) -> tuple[Tensor, Any]:
+        """Return `add_decoded`, and whether it is finite; None if that is still to be found out."""
+        return self.add_decoded(ops, row_groups, payload, accumulator), None
+
     def subtract_decoded(
         self, ops: Ops, row_groups: RowGroups, x: Tensor, scratch: Tensor, payload: Payload
     ) -> Tensor:
@@ -113,11 +120,14 @@ class QuantizedCompressor(Compressor):
         """Return the number of elements of each rank's shard of the bucket."""
         return -(-layout.size // (world * GROUP)) * GROUP
 
+    def cuts(self, layout: Layout, world: int) -> tuple[RowGroups, ...]:
+        """Return the groups of each rank's shard."""
+        return _cuts_of(self, layout, world)
+
     def shard_parts(self, layout: Layout, world: int) -> dict[str, wire.Part]:
         """Return the parts of a shard's body, sized for the shard with the most groups."""
-        shard, row_groups = self.shard_size(layout, world), self.row_groups(layout)
-        groups = max(row_groups.between(i * shard, (i + 1) * shard).groups for i in range(world))
-        return _parts_of(self, groups, shard)
+        groups = max(cut.groups for cut in self.cuts(layout, world))
+        return _parts_of(self, groups, self.shard_size(layout, world))
 
     def moved_bytes(self, layout: Layout, world: int, exchange: str) -> float:
         """Return the bytes that each rank receives in an exchange, or in an "allreduce"."""
@@ -347,6 +357,12 @@ def _row_groups_of(codec: QuantizedCompressor, layout: Layout) -> RowGroups:
     return RowGroups(tuple(row_groups))
 
 
+@lru_cache(maxsize=256)
+def _cuts_of(codec: QuantizedCompressor, layout: Layout, world: int) -> tuple[RowGroups, ...]:
+    shard, row_groups = codec.shard_size(layout, world), codec.row_groups(layout)
+    return tuple(row_groups.between(i * shard, (i + 1) * shard) for i in range(world))
+
+
 def _parts_of(codec: QuantizedCompressor, groups: int, size: int) -> dict[str, wire.Part]:
     side = {name: wire.Part("float32", groups) for name in codec.side}
     return {**side, "codes": wire.Part("bytes", size * codec.bits // 8)}
@@ -384,8 +400,9 @@ def allgather(
     payload = wire.unpack_body(ops, parts, bodies)
     state = codec.update_state(ops, row_groups, x, sent, state)
     weights = patterns.weights_of(ops, context, header)
-    total = codec.add_decoded(ops, row_groups, payload, Accumulator(None, gradient, weights))
-    return _check_unbounded(ops, codec, total), state
+    accumulator = Accumulator(None, gradient, weights)
+    total, finite = codec.add_checked(ops, row_groups, payload, accumulator)
+    return _check_unbounded(ops, codec, total, [finite]), state
 
 
 def two_shot(
@@ -398,8 +415,7 @@ def two_shot(
     """
     layout, world, rank = context.layout, context.size, context.rank
     shard, row_groups = codec.shard_size(layout, world), codec.row_groups(layout)
-    cuts = [row_groups.between(i * shard, (i + 1) * shard) for i in range(world)]
-    parts = codec.shard_parts(layout, world)
+    cuts, parts = codec.cuts(layout, world), codec.shard_parts(layout, world)
     finite, gradient = _check_elements(ops, codec, gradient)
     x = codec.collect(ops, gradient, state)
     sent = codec.encode(ops, row_groups, x, _key(ops, codec, context, 0))
@@ -426,15 +442,17 @@ def two_shot(
     state = codec.update_shard(ops, cuts[rank], rank * shard, total, summed, state)
     payload = wire.unpack_body(ops, parts, bodies)
     weights = patterns.weights_of(ops, context, reply)
-    pieces = []
+    pieces, checks = [], []
     for other, cut in enumerate(cuts):
         scratch = gradient[other * shard : (other + 1) * shard]
         if not scratch.shape[0]:  # shards extend past the bucket, so the last may be all padding
             continue
         shard_payloads = {name: part[other : other + 1] for name, part in payload.items()}
         accumulator = Accumulator(None, scratch, weights[other : other + 1])
-        pieces.append(codec.add_decoded(ops, cut, shard_payloads, accumulator))
-    return _check_unbounded(ops, codec, ops.assemble(gradient, pieces)), state
+        piece, finite = codec.add_checked(ops, cut, shard_payloads, accumulator)
+        pieces.append(piece)
+        checks.append(finite)
+    return _check_unbounded(ops, codec, ops.assemble(gradient, pieces), checks), state
 
 
 def allreduce(
@@ -469,9 +487,21 @@ def _checked_sides(
     return {**sent, **dict(zip(codec.side, sides))}, finite
 
 
-def _check_unbounded(ops: Ops, codec: QuantizedCompressor, total: Tensor) -> Tensor:
-    """Require a finite sum where no side values have bounded it beforehand."""
-    return total if codec.side else patterns.check_sum(ops, total)
+def _check_unbounded(
+    ops: Ops, codec: QuantizedCompressor, total: Tensor, checks: Sequence[Any]
+) -> Tensor:
+    """Require a finite sum where no side values have bounded it beforehand.
+
+    Args:
+        ops: the tensor operations.
+        codec: of the sum.
+        total: the sum.
+        checks: whether each part of it is finite, or None.
+    """
+    if codec.side:
+        return total
+    known = None if None in checks else reduce(and_, checks)
+    return patterns.check_sum(ops, total, known)
 
 
 def _key(ops: Ops, codec: QuantizedCompressor, context: Context, stage: int) -> Tensor:

@@ -186,12 +186,15 @@ class ThresholdCompressor(SparseCompressor):
         self, ops: Ops, context: Context, level: CapacityLevel, codes: Tensor, index: Tensor
     ) -> Tensor:
         """Pack codes, and apart from them their indices; uint8, without what is sent of layers."""
+        form = self._apart_form(ops, context, level)
+        return ops.encode_pairs(codes, index, *form)
+
+    def _apart_form(
+        self, ops: Ops, context: Context, level: CapacityLevel
+    ) -> tuple[Any, Any, int, int]:
+        """Return low bits, width, universe and bits of a code; see `Ops.encode_pairs`."""
         code = self._code(ops, context, level)
-        unused = (code.count + GROUP - 1) // GROUP * GROUP - code.count
-        codes = ops.pack(ops.concat((codes, ops.full((unused,), 0))), self.quantizer.bits)
-        payload = {**code.encode(ops, ops.reshape(index, (1, -1))), "codes": codes}
-        parts = self.coded_parts(context.layout, code)
-        return wire.pack_body(ops, {name: parts[name] for name in payload}, payload)
+        return code.low, code.width, code.universe, self.quantizer.bits
 
     def _from_kernel(
         self, ops: Ops, context: Context, level: CapacityLevel, body: Tensor
@@ -202,9 +205,8 @@ class ThresholdCompressor(SparseCompressor):
         side = int(wire.body_bytes(self.quantizer.side_parts(context.layout)))
 
         def apart() -> Tensor:
-            words = ops.from_bytes(body[side:], "uint32")
-            found = ops.split_bits(words, self._index_bits)
-            return ops.concat((body[:side], self._apart(ops, context, level, *found)))
+            form = self._apart_form(ops, context, level)
+            return ops.encode_words(body, side, level.capacity, *form)
 
         return ops.cond(level.dense, lambda: body, apart)
 
@@ -227,17 +229,8 @@ class ThresholdCompressor(SparseCompressor):
         side = int(wire.body_bytes(self.quantizer.side_parts(layout)))
 
         def words() -> tuple[Tensor, Tensor]:
-            code = self._code(ops, context, level)
-            payload = wire.unpack_body(ops, self.coded_parts(layout, code), bodies)
-            rows, sound = [], []
-            for rank in range(ranks):
-                mine = {name: part[rank] for name, part in payload.items()}
-                index = ops.reshape(code.decode(ops, mine), (-1,))
-                codes = ops.unpack(mine["codes"], self.quantizer.bits)[: code.count]
-                rows.append(ops.to_bytes(codes * (1 << self._index_bits) + index, "uint32"))
-                rises = (index[1:] > index[:-1]) | (index[1:] == layout.sink)
-                sound.append(ops.reshape(ops.sum(1 - ops.cast(rises, "int64")), (1,)))
-            return ops.concat((bodies[:, :side], ops.stack(rows))), ops.concat(sound) == 0
+            form = self._apart_form(ops, context, level)
+            return ops.decode_words(bodies, side, level.capacity, *form)
 
         def as_is() -> tuple[Tensor, Tensor]:
             return bodies, ops.full((ranks,), 0) == 0

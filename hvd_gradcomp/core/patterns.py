@@ -161,13 +161,18 @@ def split_like(x: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return pieces
 
 
-def check_sum(ops: Ops, total: Tensor) -> Tensor:
+def check_sum(ops: Ops, total: Tensor, finite: Any = None) -> Tensor:
     """Return a sum of gradients, checked: all were finite, and their sum does not overflow.
+
+    Args:
+        ops: the tensor operations.
+        total: the sum.
+        finite: whether it is, if that is known.
 
     Raises:
         NonFiniteGradientError: on all ranks; if it can only be raised a step later, zeros are
             returned meanwhile.
     """
-    finite = ops.words((ops.finite(total),)) > 0
+    finite = ops.words((ops.finite(total) if finite is None else finite,)) > 0
     intact = ops.require({wire.ANY_NOT_FINITE: finite}, NonFiniteGradientError)
     return total if intact is None else ops.where(intact, total, 0.0)

@@ -25,7 +25,9 @@ NATIVE = (
     "c/elias_fano.c",
     "c/quant.c",
     "c/threshold.c",
+    "c/tiles.c",
     "c/topk.c",
+    "c/votes.c",
 )
 HEADERS = ("c/calls.h", "c/kernels.h", "c/rows.h", "c/threads.h")
 OPERATIONS = "c/tensorflow.cc"

@@ -142,3 +142,18 @@ def test_nothing_is_read_or_written_beyond_what_is_there():
         ops.decode_bins(torch.full((1, 8), -1), torch.ones(1, 4))
     with pytest.raises(ValueError, match="decode_bins"):
         ops.decode_bins(torch.zeros((2, 8), dtype=torch.int64), torch.ones(1, 4))
+
+
+@NATIVE
+@pytest.mark.parametrize("size", [32, 4096, 100_000])
+@pytest.mark.parametrize("value", [0.0, float("nan"), float("inf"), 1e19])
+def test_what_is_accumulated_is_checked(size, value):
+    x, y = torch.randn(size), torch.randn(size)
+    y[size // 2] = value
+    for ops in (TorchOps(), TorchOps(static=True)):
+        finite, *found = ops.sound_largest(x, 0.5, y.clone(), 64, 3)
+        assert bool(finite) is (value == 0.0)
+        if value == 0.0:
+            assert all(
+                map(torch.equal, found, TorchOps().accumulate_largest(x, 0.5, y.clone(), 64, 3))
+            )

@@ -276,3 +276,17 @@ def test_nothing_is_read_or_written_beyond_what_is_there():
     codes = torch.zeros((2, 64), dtype=torch.uint8)
     with pytest.raises(ValueError, match="a value for each"):
         ops.add_floats(groups, None, torch.empty(64), codes, torch.ones(2, 1), 8, torch.ones(2))
+
+
+@pytest.mark.parametrize("framework", frameworks())
+@pytest.mark.parametrize("size", [1, 33, 4097, 300_001])
+def test_sums_of_bfloat16_that_are_checked(framework, size):
+    both, ops, x = Both(framework), TorchOps(static=True), noise(size)
+    for value in (0.0, float("inf"), float("nan"), 3e38):
+        x[size - 1] = value
+        codes = plain("encode_floats")(ops, RowGroups(()), x, None, 16, None)
+        given = None, torch.empty_like(x), torch.stack([codes, codes]), torch.tensor([1.0, 0.75])
+        total, finite = both.ops.add_bfloat16(*map(both.given, given))
+        theirs = plain("add_floats")(ops, RowGroups(()), *given[:3], None, 16, given[3])
+        assert same(*(torch.nan_to_num(y, nan=9.0) for y in (both.back(total), theirs)))
+        assert finite is bool(torch.isfinite(theirs).all())

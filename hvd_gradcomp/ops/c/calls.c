@@ -248,6 +248,65 @@ static int run_decode_ascending(call *c) {
   return 0;
 }
 
+/* Checks the form of words that are sent apart; gives the words of each part of a body. */
+static int apart_sizes(int64_t count, int64_t low, int64_t width, int64_t bits, int64_t *parts) {
+  TRY(code_sizes(1, count, low, width));
+  NEED(1 <= bits && bits < 32 && low < 32, "an index and a code are a word");
+  parts[0] = (count + GROUP - 1) / GROUP * low;
+  parts[1] = (width + 31) / 32;
+  parts[2] = (count + GROUP - 1) / GROUP * bits;
+  return 0;
+}
+
+/* body of words; side, count, low, width, bits -> body of indices and codes apart */
+static int plan_encode_words(call *c) {
+  int64_t parts[3], side = c->n_ints ? *c->ints : 0;
+  TRY(takes(c, 1, 5, 0));
+  TRY(apart_sizes(c->ints[1], c->ints[2], c->ints[3], c->ints[4], parts));
+  NEED(0 <= side && side % 4 == 0 && side < (int64_t)1 << 40, "what is before words is words");
+  TRY(is_vector(c, 0, UINT8, side + 4 * c->ints[1]));
+  return gives_vector(c, 0, UINT8, side + 4 * (parts[0] + parts[1] + parts[2]));
+}
+
+static int run_encode_words(call *c) {
+  int64_t parts[3], side = *c->ints;
+  (void)apart_sizes(c->ints[1], c->ints[2], c->ints[3], c->ints[4], parts);
+  uint32_t *lows = (uint32_t *)(OUT(uint8_t, 0) + side);
+  if (side) memcpy(OUT(uint8_t, 0), BYTES(0), (size_t)side);
+  return encode_words((const uint32_t *)(BYTES(0) + side), c->ints[1], c->ints[2], c->ints[3],
+                      (int)c->ints[4], lows, lows + parts[0], lows + parts[0] + parts[1]);
+}
+
+/* bodies of indices and codes apart; side, count, low, width, bits, universe
+ * -> bodies of words, whether the indices of each ascend */
+static int plan_decode_words(call *c) {
+  int64_t parts[3], side = c->n_ints ? *c->ints : 0;
+  TRY(takes(c, 1, 6, 0));
+  TRY(apart_sizes(c->ints[1], c->ints[2], c->ints[3], c->ints[4], parts));
+  NEED(0 <= side && side % 4 == 0 && side < (int64_t)1 << 40 && 0 <= c->ints[5] &&
+           c->ints[5] < (int64_t)1 << (32 - c->ints[4]),
+       "what is before words is words, and an index fits into one");
+  TRY(is(c, 0, UINT8, 2, ANY, side + 4 * (parts[0] + parts[1] + parts[2])));
+  NEED(c->in[0].stride % 4 == 0, "bodies are whole words");
+  TRY(gives(c, 0, UINT8, 2, c->in[0].rows, side + 4 * c->ints[1]));
+  return gives_vector(c, 1, BOOL, c->in[0].rows);
+}
+
+static int run_decode_words(call *c) {
+  int64_t parts[3], side = *c->ints;
+  (void)apart_sizes(c->ints[1], c->ints[2], c->ints[3], c->ints[4], parts);
+  for (int64_t row = 0; row < c->in[0].rows; row++) {
+    const uint8_t *body = BYTES(0) + row * c->in[0].stride;
+    const uint32_t *lows = (const uint32_t *)(body + side), *highs = lows + parts[0];
+    uint8_t *out = OUT(uint8_t, 0) + row * c->out[0].length;
+    if (side) memcpy(out, body, (size_t)side);
+    OUT(uint8_t, 1)[row] = decode_words(lows, highs, highs + parts[1], c->ints[1], c->ints[2],
+                                        c->ints[3], c->ints[5], (int)c->ints[4],
+                                        (uint32_t *)(out + side)) != 0;
+  }
+  return 0;
+}
+
 /* words, parts of the first body, of the next; frames: 0 for one that is a vector -> frames */
 static int plan_frame(call *c) {
   int64_t frames = c->n_ints ? *c->ints : 0, rows = frames ? frames : 1, bytes = 0;
@@ -559,7 +618,8 @@ static int run_encode_bfloat16(call *c) {
   return 0;
 }
 
-/* bands, base, packed, unit, weights; bits, from_zero -> total; unit is empty for bfloat16 */
+/* bands, base, packed, unit, weights; bits, from_zero -> total[, whether it is finite]; unit is empty
+ * for bfloat16 */
 static int plan_add_floats(call *c) {
   int64_t groups, bits, n, ranks;
   TRY(takes(c, 5, 2, 0));
@@ -575,13 +635,16 @@ static int plan_add_floats(call *c) {
     NEED(c->in[3].length >= groups && c->in[3].stride % 4 == 0,
          "a value for each of %lld groups", (long long)groups);
   }
-  return gives_like(c, 0, 1);
+  TRY(gives_like(c, 0, 1));
+  return c->n_out > 1 ? gives_number(c, 1, BOOL) : 0;
 }
 
 static int run_add_floats(call *c) {
-  add_floats(BANDS, c->ints[1] ? NULL : FLOATS(1), OUT(float, 0), c->in[1].length, c->in[2].rows,
-             BYTES(2), c->in[2].stride, FLOATS(3), c->in[3].stride / 4, (int)*c->ints, FLOATS(4),
-             (int)c->threads);
+  int finite = add_floats(BANDS, c->ints[1] ? NULL : FLOATS(1), OUT(float, 0), c->in[1].length,
+                          c->in[2].rows, BYTES(2), c->in[2].stride, FLOATS(3),
+                          c->in[3].stride / 4, (int)*c->ints, FLOATS(4), c->n_out > 1,
+                          (int)c->threads);
+  if (c->n_out > 1) *OUT(uint8_t, 1) = finite != 0;
   return 0;
 }
 
@@ -615,6 +678,71 @@ static int run_add_signs(call *c) {
   return 0;
 }
 
+/* bands, m, gradient; whether zeros count as negative; momentum, rest
+ * -> momentum * m + rest * gradient, packed */
+static int plan_momentum_signs(call *c) {
+  int64_t groups, n = c->in[1].length;
+  TRY(takes(c, 3, 1, 2));
+  TRY(is_vector(c, 1, FLOAT, ANY));
+  TRY(is_vector(c, 2, FLOAT, n));
+  TRY(groups_in(c, n, &groups));
+  NEED(n % GROUP == 0, "signs are whole words");
+  TRY(gives_like(c, 0, 2));
+  return gives_vector(c, 1, UINT8, n / 8);
+}
+
+static int run_momentum_signs(call *c) {
+  momentum_signs(BANDS, FLOATS(1), FLOATS(2), OUT(float, 0), c->in[1].length, (float)c->floats[0],
+                 (float)c->floats[1], *c->ints != 0, OUT(uint32_t, 1), (int)c->threads);
+  return 0;
+}
+
+/* bands, packed, weights[, m]; elements; unit -> the majority[, m], which may be in m's memory */
+static int plan_majority(call *c) {
+  int64_t groups, n = c->n_ints ? *c->ints : 0;
+  TRY(takes(c, 3, 1, 1));
+  NEED(0 <= n && n % GROUP == 0 && c->n_in - 3 == c->n_out - 1 && c->n_in <= 4,
+       "signs are whole words");
+  TRY(groups_in(c, n, &groups));
+  TRY(is_vector(c, 2, FLOAT, ANY));
+  TRY(is(c, 1, UINT8, 2, c->in[2].length, ANY));
+  NEED(c->in[1].length >= n / 8 && c->in[1].stride % 4 == 0, "a sign for each of %lld elements",
+       (long long)n);
+  if (c->n_in > 3) TRY(is_vector(c, 3, FLOAT, n));
+  TRY(gives_vector(c, 0, FLOAT, n));
+  return c->n_in > 3 ? gives_vector(c, 1, FLOAT, n) : 0;
+}
+
+static int run_majority(call *c) {
+  int keeps = c->n_in > 3;
+  majority(BANDS, (const uint32_t *)c->in[1].data, c->in[1].stride / 4, c->in[1].rows, FLOATS(2),
+           (float)*c->floats, *c->ints, OUT(float, 0), keeps ? FLOATS(3) : NULL,
+           keeps ? OUT(float, 1) : NULL, (int)c->threads);
+  return 0;
+}
+
+/* x, left, right; rows, columns, back -> tiles, or from tiles a matrix */
+static int plan_turn_tiles(call *c) {
+  TRY(takes(c, 3, 3, 0));
+  int64_t rows = c->ints[0], columns = c->ints[1], size = c->in[0].length;
+  int64_t height = c->in[1].length, width = c->in[2].length;
+  TRY(is_vector(c, 0, FLOAT, ANY));
+  TRY(is(c, 1, FLOAT, 2, height, height));
+  TRY(is(c, 2, FLOAT, 2, width, width));
+  NEED(0 < height && height <= 4096 && 0 < width && width <= 4096 && 0 < rows && 0 < columns &&
+           rows % height == 0 && columns % width == 0 && size % columns == 0 &&
+           size / columns == rows,
+       "whole tiles of %lld by %lld", (long long)height, (long long)width);
+  c->scratch_bytes = 4 * room_of_tile(height, width) * c->threads;
+  return gives_vector(c, 0, FLOAT, size);
+}
+
+static int run_turn_tiles(call *c) {
+  turn_tiles(FLOATS(0), OUT(float, 0), c->ints[0], c->ints[1], c->in[1].length, c->in[2].length,
+             FLOATS(1), FLOATS(2), c->ints[2] != 0, (float *)c->scratch, (int)c->threads);
+  return 0;
+}
+
 /* -- rows of a vector ------------------------------------------------------------------------ */
 
 /* Rows of so many elements, the last one perhaps of fewer; 0 if none can be that long. */
@@ -640,22 +768,25 @@ static int plan_largest_of_rows(call *c) {
 
 static int run_largest_of_rows(call *c) {
   largest_of_rows(FLOATS(0), NULL, 1.0f, NULL, c->in[0].length, c->ints[0], c->ints[1],
-                  OUT(int64_t, 0), OUT(float, 1), (uint64_t *)c->scratch, (int)c->threads);
+                  OUT(int64_t, 0), OUT(float, 1), (uint64_t *)c->scratch, 0, (int)c->threads);
   return 0;
 }
 
-/* x, y; length, k; factor -> factor * x + y, and its index, values */
+/* x, y; length, k; factor -> factor * x + y, its index, values[, whether y's squares are finite] */
 static int plan_accumulate_largest(call *c) {
   TRY(takes(c, 2, 2, 1));
   TRY(is_vector(c, 1, FLOAT, c->in[0].length));
   TRY(gives_largest(c, 1));
+  if (c->n_out > 3) TRY(gives_number(c, 3, BOOL));
   return gives_like(c, 0, 1);
 }
 
 static int run_accumulate_largest(call *c) {
-  largest_of_rows(FLOATS(0), FLOATS(1), (float)*c->floats, OUT(float, 0), c->in[0].length,
-                  c->ints[0], c->ints[1], OUT(int64_t, 1), OUT(float, 2), (uint64_t *)c->scratch,
-                  (int)c->threads);
+  int finite = largest_of_rows(FLOATS(0), FLOATS(1), (float)*c->floats, OUT(float, 0),
+                               c->in[0].length, c->ints[0], c->ints[1], OUT(int64_t, 1),
+                               OUT(float, 2), (uint64_t *)c->scratch, c->n_out > 3,
+                               (int)c->threads);
+  if (c->n_out > 3) *OUT(uint8_t, 3) = finite != 0;
   return 0;
 }
 
@@ -1084,6 +1215,8 @@ static const kernel KERNELS[] = {
     KERNEL(from_bit_planes),
     KERNEL(encode_ascending),
     KERNEL(decode_ascending),
+    KERNEL(encode_words),
+    KERNEL(decode_words),
     KERNEL(frame),
     KERNEL(examine),
     KERNEL(key),
@@ -1103,6 +1236,9 @@ static const kernel KERNELS[] = {
     KERNEL(add_floats),
     KERNEL(encode_signs),
     KERNEL(add_signs),
+    KERNEL(momentum_signs),
+    KERNEL(majority),
+    KERNEL(turn_tiles),
     KERNEL(largest_of_rows),
     KERNEL(accumulate_largest),
     KERNEL(add_in_rows),

@@ -1,6 +1,7 @@
 /* Rows of a vector, of which the last may be shorter: the k largest of each, and values that are
  * added to each. Every result equals that of the plain ops to the bit; see quant.c for how.
  */
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -157,13 +158,15 @@ FAST static void decay(const float *x, const float *y, float *out, int64_t n, fl
 
 /* The k largest of each row of x; or of out = factor * x + y, if there is a y.
  *
- * index, values [rows, k]. memory [threads, room_of_row]
+ * index, values [rows, k]. memory [threads, room_of_row]. Returns whether the sum of squares of y
+ * is finite times 4096, if `checks`.
  */
-void largest_of_rows(const float *x, const float *y, float factor, float *out, int64_t size,
-                     int64_t length, int64_t k, int64_t *index, float *values, uint64_t *memory,
-                     int threads) {
+int largest_of_rows(const float *x, const float *y, float factor, float *out, int64_t size,
+                    int64_t length, int64_t k, int64_t *index, float *values, uint64_t *memory,
+                    int checks, int threads) {
   int64_t rows = (size + length - 1) / length;
-  IN_PIECES
+  float total = 0.0f;
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(+ : total)
   for (int t = 0; t < threads; t++) {
     const room with = room_at(memory + room_of_row(length) * t, length);
     uint32_t guess = 1;
@@ -171,6 +174,7 @@ void largest_of_rows(const float *x, const float *y, float factor, float *out, i
     for (int64_t row = border(rows, 1, t, threads); row < end; row++) {
       int64_t first = row * length, here = size - first < length ? size - first : length;
       const float *from = (y ? out : x) + first;
+      if (checks) total += sum_of(y + first, here, 1);
       if (y) decay(x + first, y + first, out + first, here, factor);
       if (here < length) {
         memcpy(with.last, from, sizeof(float) * (size_t)here);
@@ -180,6 +184,7 @@ void largest_of_rows(const float *x, const float *y, float factor, float *out, i
                      index + row * k, values + row * k);
     }
   }
+  return isfinite(total * 4096.0f) != 0;
 }
 
 /* -- values at places of rows ----------------------------------------------------------------- */
@@ -193,7 +198,7 @@ int add_in_rows(const float *base, float *out, int64_t size, int64_t length, int
                 int64_t ranks, const int64_t *const *index, const float *const *values,
                 const float *weights, int threads) {
   int64_t rows = (size + length - 1) / length, negative = 0;
-  int past = !base && length <= SHORT && 4 * size >= MUCH;
+  int past = base != out && length <= SHORT && 4 * size >= MUCH;
 #pragma omp parallel for num_threads(threads) if (threads > 1) reduction(| : negative)
   for (int t = 0; t < threads; t++) {
     float room[SHORT];

@@ -50,3 +50,153 @@ void decode_ascending(const int64_t *lows, const int64_t *highs, int64_t rows, i
     }
   }
 }
+
+/* -- words: a code of `bits` bits above an index ------------------------------------------------ */
+
+/* Bit `plane` of 32 numbers as one word, for each plane. */
+static void to_planes_plainly(const uint32_t *numbers, int planes, uint32_t *words) {
+  for (int plane = 0; plane < planes; plane++) {
+    uint32_t word = 0;
+    for (int lane = 0; lane < GROUP; lane++) word |= (numbers[lane] >> plane & 1) << lane;
+    words[plane] = word;
+  }
+}
+
+/* Adds the number that the planes hold to each of 32, from bit `first` on. */
+static void from_planes_plainly(const uint32_t *words, int planes, int first, uint32_t *numbers) {
+  for (int plane = 0; plane < planes; plane++)
+    for (int lane = 0; lane < GROUP; lane++)
+      numbers[lane] += (words[plane] >> lane & 1) << (first + plane);
+}
+
+#ifdef __x86_64__
+#include <immintrin.h>
+#define AVX2 __attribute__((target("avx2")))
+#define BEST(name) (__builtin_cpu_supports("avx2") ? name##_avx2 : name##_plainly)
+
+AVX2 static void to_planes_avx2(const uint32_t *numbers, int planes, uint32_t *words) {
+  __m256i part[4];
+  for (int i = 0; i < 4; i++) part[i] = _mm256_loadu_si256((const __m256i *)(numbers + 8 * i));
+  for (int plane = 0; plane < planes; plane++) {
+    const __m128i shift = _mm_cvtsi32_si128(31 - plane);
+    uint32_t word = 0;
+    for (int i = 0; i < 4; i++) {
+      const __m256 top = _mm256_castsi256_ps(_mm256_sll_epi32(part[i], shift));
+      word |= (uint32_t)_mm256_movemask_ps(top) << 8 * i;
+    }
+    words[plane] = word;
+  }
+}
+
+AVX2 static void from_planes_avx2(const uint32_t *words, int planes, int first,
+                                  uint32_t *numbers) {
+  const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), one = _mm256_set1_epi32(1);
+  for (int i = 0; i < 4; i++) {
+    __m256i *own = (__m256i *)(numbers + 8 * i), sum = _mm256_loadu_si256(own);
+    for (int plane = 0; plane < planes; plane++) {
+      const __m256i word = _mm256_set1_epi32((int32_t)(words[plane] >> 8 * i));
+      const __m256i bit = _mm256_and_si256(_mm256_srlv_epi32(word, lanes), one);
+      sum = _mm256_add_epi32(sum, _mm256_sll_epi32(bit, _mm_cvtsi32_si128(first + plane)));
+    }
+    _mm256_storeu_si256(own, sum);
+  }
+}
+
+/* Four at a time, since how many there are is hard to predict; the next ones write over what is too
+ * much. */
+__attribute__((target("avx2,bmi,popcnt"))) static int64_t rests_avx2(const uint32_t *highs,
+                                                                      int64_t width, int64_t count,
+                                                                      int64_t *bit,
+                                                                      uint32_t *rests) {
+  int64_t at = 0, first = 0;
+  for (; first + 64 <= width && at + 68 <= count; first += 64) {
+    uint64_t held;
+    memcpy(&held, highs + first / 32, sizeof held);
+    int64_t here = __builtin_popcountll(held);
+    for (int64_t i = at; i < at + here; i += 4)
+      for (int64_t k = i; k < i + 4; k++, held &= held - 1)
+        rests[k] = (uint32_t)(first + (int64_t)_tzcnt_u64(held) - k);
+    at += here;
+  }
+  *bit = first;
+  return at;
+}
+
+static int64_t rests_of(const uint32_t *highs, int64_t width, int64_t count, int64_t *bit,
+                        uint32_t *rests) {
+  if (__builtin_cpu_supports("avx2")) return rests_avx2(highs, width, count, bit, rests);
+  return *bit = 0;
+}
+#else
+#define BEST(name) name##_plainly
+#define rests_of(highs, width, count, bit, rests) (*(bit) = 0)
+#endif
+
+/* Words whose indices ascend, as `low` planes of the indices, their other bits, planes of codes.
+ *
+ * highs: (width + 31) / 32 words. Returns 0, or BEYOND if an index has no place.
+ */
+int encode_words(const uint32_t *words, int64_t count, int64_t low, int64_t width, int bits,
+                 uint32_t *lows, uint32_t *highs, uint32_t *codes) {
+  const uint32_t mask = (uint32_t)(((uint64_t)1 << (32 - bits)) - 1);
+  memset(highs, 0, sizeof *highs * (size_t)((width + 31) / 32));
+  for (int64_t at = 0; at < count; at += GROUP, lows += low, codes += bits) {
+    uint32_t index[GROUP] = {0}, code[GROUP] = {0};
+    int64_t n = count - at < GROUP ? count - at : GROUP;
+    for (int64_t i = 0; i < n; i++) {
+      index[i] = words[at + i] & mask;
+      code[i] = words[at + i] >> (32 - bits);
+    }
+    for (int64_t i = 0; i < n; i++) {
+      int64_t place = ((int64_t)index[i] >> low) + at + i;
+      if (place >= width) return BEYOND;
+      highs[place >> 5] |= (uint32_t)1 << (place & 31);
+    }
+    BEST(to_planes)(index, (int)low, lows);
+    BEST(to_planes)(code, bits, codes);
+  }
+  return 0;
+}
+
+/* Puts numbers together, none beyond `universe`; a rest beyond `most` is. Returns the last one.
+ *
+ * fall: gets whether one is not above the one before it, and not `universe`.
+ */
+FAST static int64_t join(uint32_t *rests, const uint32_t *last, int64_t n, int64_t low,
+                         uint32_t most, uint32_t universe, int64_t before, int *fall) {
+  uint32_t numbers[GROUP + 1], falls = 0;
+  for (int64_t i = 0; i < n; i++) {
+    uint32_t number = rests[i] <= most ? (rests[i] << low) + last[i] : universe;
+    numbers[i + 1] = rests[i] = number < universe ? number : universe;
+  }
+  numbers[0] = before < 0 ? 0 : (uint32_t)before;
+  for (int64_t i = before < 0; i < n; i++)
+    falls |= numbers[i + 1] <= numbers[i] && numbers[i + 1] != universe;
+  *fall |= falls != 0;
+  return numbers[n];
+}
+
+/* The inverse; numbers as `decode_ascending` reads them. Returns whether indices ascend up to those
+ * that are `universe`. */
+int decode_words(const uint32_t *lows, const uint32_t *highs, const uint32_t *codes, int64_t count,
+                 int64_t low, int64_t width, int64_t universe, int bits, uint32_t *words) {
+  int64_t bit, at = rests_of(highs, width, count, &bit, words), before = -1;
+  const uint32_t most = (uint32_t)(universe >> low);
+  int fall = 0;
+  for (int64_t word = bit / 32; word * 32 < width && at < count; word++) {
+    uint32_t held = highs[word];
+    if (width - word * 32 < 32) held &= ((uint32_t)1 << (width - word * 32)) - 1;
+    for (; held && at < count; held &= held - 1, at++)
+      words[at] = (uint32_t)(word * 32 + __builtin_ctz(held) - at);
+  }
+  if (at < count) memset(words + at, 0, sizeof *words * (size_t)(count - at));
+  for (at = 0; at < count; at += GROUP, lows += low, codes += bits) {
+    uint32_t last[GROUP] = {0}, code[GROUP] = {0};
+    int64_t n = count - at < GROUP ? count - at : GROUP;
+    BEST(from_planes)(lows, (int)low, 0, last);
+    BEST(from_planes)(codes, bits, 32 - bits, code);
+    before = join(words + at, last, n, low, most, (uint32_t)universe, before, &fall);
+    for (int64_t i = 0; i < n; i++) words[at + i] += code[i];
+  }
+  return !fall;
+}

@@ -93,12 +93,17 @@ int encode_ascending(const int64_t *numbers, int64_t rows, int64_t count, int64_
 void decode_ascending(const int64_t *lows, const int64_t *highs, int64_t rows, int64_t count,
                       int64_t low, int64_t width, int64_t universe, int64_t *numbers);
 
+int encode_words(const uint32_t *words, int64_t count, int64_t low, int64_t width, int bits,
+                 uint32_t *lows, uint32_t *highs, uint32_t *codes);
+int decode_words(const uint32_t *lows, const uint32_t *highs, const uint32_t *codes, int64_t count,
+                 int64_t low, int64_t width, int64_t universe, int bits, uint32_t *words);
+
 /* -- chunks.c: rows of a vector -- */
 
 int64_t room_of_row(int64_t length);
-void largest_of_rows(const float *x, const float *y, float factor, float *out, int64_t size,
-                     int64_t length, int64_t k, int64_t *index, float *values, uint64_t *memory,
-                     int threads);
+int largest_of_rows(const float *x, const float *y, float factor, float *out, int64_t size,
+                    int64_t length, int64_t k, int64_t *index, float *values, uint64_t *memory,
+                    int checks, int threads);
 int add_in_rows(const float *base, float *out, int64_t size, int64_t length, int64_t k,
                 int64_t ranks, const int64_t *const *index, const float *const *values,
                 const float *weights, int threads);
@@ -128,6 +133,7 @@ int gather(const float *x, int64_t size, const int64_t *index, int64_t n, float 
 int fill_at(float *x, int64_t size, const int64_t *index, int64_t n, float value);
 int add_at(float *x, int64_t size, const int64_t *index, int64_t n, const float *values);
 int sort(int64_t *x, int64_t n);
+float sum_of(const float *x, int64_t n, int squares);
 int sum_finite(const float *x, int64_t n, int squares, int threads);
 void add_vectors(const float *x, const float *y, float *out, int64_t n);
 void bit_planes(const int64_t *groups, int64_t m, int bits, int64_t *planes);
@@ -166,14 +172,30 @@ void encode_peaks(const band *bands, int64_t count, const float *x, int64_t n, i
                   const int64_t *key, float *scale, uint32_t *words, int threads);
 void encode_e4m3_peaks(const band *bands, int64_t count, const float *x, int64_t n, int powers,
                        float *unit, uint8_t *codes, int threads);
-/* bfloat16 if bits is 16, else e4m3. */
-void add_floats(const band *bands, int64_t count, const float *base, float *out, int64_t n,
+/* bfloat16 if bits is 16, else e4m3. Returns whether the sum is finite, if `checks`. */
+int add_floats(const band *bands, int64_t count, const float *base, float *out, int64_t n,
                 int64_t ranks, const uint8_t *codes, int64_t code_stride, const float *unit,
-                int64_t unit_stride, int bits, const float *weights, int threads);
+                int64_t unit_stride, int bits, const float *weights, int checks, int threads);
 int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, float *above,
                  float *below, uint32_t *words, int threads);
 void add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,
                int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
                const float *below, int64_t mean_stride, const float *weights, int threads);
+
+/* -- tiles.c -- */
+
+void turn_tiles(const float *x, float *out, int64_t rows, int64_t columns, int64_t height,
+                int64_t width, const float *left, const float *right, int back, float *room,
+                int threads);
+int64_t room_of_tile(int64_t height, int64_t width);
+
+/* -- votes.c -- */
+
+void momentum_signs(const band *bands, int64_t count, const float *m, const float *g, float *out,
+                    int64_t n, float momentum, float rest, int zeros, uint32_t *words,
+                    int threads);
+void majority(const band *bands, int64_t count, const uint32_t *words, int64_t stride,
+              int64_t ranks, const float *weights, float unit, int64_t n, float *out,
+              const float *m, float *kept, int threads);
 
 #endif

@@ -16,6 +16,13 @@
 #define CHUNK 4096
 #define TINY 0x1p-100f
 #define MANY (1 << 18) /* words, from which on threads pay */
+#define NEAR (1 << 14) /* elements that are read again soon after the values of their groups */
+
+/* Fetches what is read after the next NEAR elements: codes take longer than reading does. */
+static inline void fetch_after(const float *x) {
+  __builtin_prefetch((const void *)((uintptr_t)x + sizeof(float) * NEAR), 0, 2);
+  __builtin_prefetch((const void *)((uintptr_t)x + sizeof(float) * (NEAR + 16)), 0, 2);
+}
 
 /* -- momentum ------------------------------------------------------------------------------ */
 
@@ -433,7 +440,7 @@ int all_finite(const float *x, int64_t n, int threads) {
 
 #define LANES 64
 
-FAST static float sum_of(const float *x, int64_t n, int squares) {
+FAST float sum_of(const float *x, int64_t n, int squares) {
   float lanes[LANES] = {0.0f}, total = 0.0f;
   int64_t whole = n / LANES * LANES;
   for (int64_t i = 0; i < whole && squares; i += LANES)
@@ -749,8 +756,8 @@ FAST static void level_codes(const float *x, int64_t n, float inverse, int level
   }
 }
 
-FAST static void nearest_level_codes(const float *x, int64_t n, float inverse, int levels,
-                                     uint8_t *codes) {
+static void nearest_levels_plainly(const float *x, int64_t n, float inverse, int levels,
+                                   uint8_t *codes) {
   float most = (float)levels;
   for (int64_t i = 0; i < n; i++) {
     float height = fabsf(x[i]) * inverse;
@@ -758,6 +765,47 @@ FAST static void nearest_level_codes(const float *x, int64_t n, float inverse, i
     int32_t level = (int32_t)(height < most ? height : most);
     codes[i] = (uint8_t)(x[i] < 0.0f ? levels - level : levels + level);
   }
+}
+
+#ifdef __x86_64__
+/* Four times eight numbers below 256, in lanes as they were loaded, as bytes. */
+AVX2 static inline __m256i as_bytes(__m256i a, __m256i b, __m256i c, __m256i d) {
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i low = _mm256_packs_epi32(a, b), high = _mm256_packs_epi32(c, d);
+  return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
+}
+
+AVX2 static inline __m256i eight_levels(const float *x, __m256 inverse, __m256 most,
+                                        __m256i levels) {
+  const __m256 value = _mm256_loadu_ps(x), zero = _mm256_setzero_ps();
+  const __m256 sign = _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MIN));
+  __m256 height = _mm256_mul_ps(_mm256_andnot_ps(sign, value), inverse);
+  height = _mm256_min_ps(_mm256_add_ps(height, _mm256_set1_ps(0.5f)), most);
+  const __m256i level = _mm256_cvttps_epi32(height);
+  const __m256i minus = _mm256_castps_si256(_mm256_cmp_ps(value, zero, _CMP_LT_OQ));
+  return _mm256_add_epi32(levels, _mm256_sub_epi32(_mm256_xor_si256(level, minus), minus));
+}
+
+AVX2 static void nearest_levels_avx2(const float *x, int64_t n, float inverse, int levels,
+                                     uint8_t *codes) {
+  const __m256 factor = _mm256_set1_ps(inverse), most = _mm256_set1_ps((float)levels);
+  const __m256i zero = _mm256_set1_epi32(levels);
+  int64_t i = 0;
+  for (; i + GROUP <= n; i += GROUP) {
+    fetch_after(x + i);
+    _mm256_storeu_si256((__m256i *)(codes + i),
+                        as_bytes(eight_levels(x + i, factor, most, zero),
+                                 eight_levels(x + i + 8, factor, most, zero),
+                                 eight_levels(x + i + 16, factor, most, zero),
+                                 eight_levels(x + i + 24, factor, most, zero)));
+  }
+  nearest_levels_plainly(x + i, n - i, inverse, levels, codes + i);
+}
+#endif
+
+static void nearest_level_codes(const float *x, int64_t n, float inverse, int levels,
+                                uint8_t *codes) {
+  BEST(nearest_levels)(x, n, inverse, levels, codes);
 }
 
 /* Signs [n] to words [n / 32]. */
@@ -914,7 +962,6 @@ static int next_group(walk *w, int64_t begin, int64_t end, int64_t *at, int64_t 
   return 0;
 }
 
-#define NEAR (1 << 16) /* elements that are read again soon after the values of their groups */
 
 /* The maxima of the groups that begin in [begin, end): all of them, if there are threads. */
 static void maxima_between(const band *bands, int64_t count, const float *x, int64_t begin,
@@ -1071,7 +1118,7 @@ FAST static int32_t random_bfloat16(const float *x, int64_t n, uint32_t place, u
 }
 
 /* Below 2**-6 are multiples of 2**-9: the last bits of a sum. No code of a NaN means anything. */
-FAST static void nearest_e4m3(const float *x, int64_t n, float inverse, uint8_t *codes) {
+static void nearest_e4m3_plainly(const float *x, int64_t n, float inverse, uint8_t *codes) {
   for (int64_t i = 0; i < n; i++) {
     uint32_t bits = bits_of(x[i] * inverse), magnitude = bits & 0x7fffffffu;
     uint32_t normal = ((magnitude + 0x7ffffu + (magnitude >> 20 & 1)) >> 20) - (120 << 3);
@@ -1080,6 +1127,39 @@ FAST static void nearest_e4m3(const float *x, int64_t n, float inverse, uint8_t 
     codes[i] =
         (uint8_t)((magnitude < 121u << 23 ? bits_of(sum) & 15 : normal) + (bits >> 31 << 7));
   }
+}
+
+#ifdef __x86_64__
+AVX2 static inline __m256i eight_e4m3(const float *x, __m256 inverse) {
+  const __m256i bits = _mm256_castps_si256(_mm256_mul_ps(_mm256_loadu_ps(x), inverse));
+  const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(INT32_MAX));
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(magnitude, 20), _mm256_set1_epi32(1));
+  __m256i normal = _mm256_add_epi32(_mm256_add_epi32(magnitude, _mm256_set1_epi32(0x7ffff)), odd);
+  normal = _mm256_sub_epi32(_mm256_srli_epi32(normal, 20), _mm256_set1_epi32(120 << 3));
+  __m256 sum = _mm256_mul_ps(_mm256_castsi256_ps(magnitude), _mm256_set1_ps(0x1p9f));
+  sum = _mm256_add_ps(sum, _mm256_set1_ps(0x1p23f));
+  const __m256i small = _mm256_and_si256(_mm256_castps_si256(sum), _mm256_set1_epi32(15));
+  const __m256i is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(121 << 23), magnitude);
+  const __m256i sign = _mm256_slli_epi32(_mm256_srli_epi32(bits, 31), 7);
+  const __m256i code = _mm256_add_epi32(_mm256_blendv_epi8(normal, small, is_small), sign);
+  return _mm256_and_si256(code, _mm256_set1_epi32(255));
+}
+
+AVX2 static void nearest_e4m3_avx2(const float *x, int64_t n, float inverse, uint8_t *codes) {
+  const __m256 factor = _mm256_set1_ps(inverse);
+  int64_t i = 0;
+  for (; i + GROUP <= n; i += GROUP) {
+    fetch_after(x + i);
+    _mm256_storeu_si256((__m256i *)(codes + i),
+                        as_bytes(eight_e4m3(x + i, factor), eight_e4m3(x + i + 8, factor),
+                                 eight_e4m3(x + i + 16, factor), eight_e4m3(x + i + 24, factor)));
+  }
+  nearest_e4m3_plainly(x + i, n - i, inverse, codes + i);
+}
+#endif
+
+static void nearest_e4m3(const float *x, int64_t n, float inverse, uint8_t *codes) {
+  BEST(nearest_e4m3)(x, n, inverse, codes);
 }
 
 float encode_bfloat16(const float *x, int64_t n, const int64_t *key, uint32_t *words, int threads) {
@@ -1196,11 +1276,13 @@ static void add_e4m3(float *total, const uint8_t *codes, int64_t n, float unit, 
   add_e4m3_plainly(total, codes, n, unit, weight);
 }
 
-/* out = base + the sum over ranks, rank by rank; strides in bytes and floats. */
-void add_floats(const band *bands, int64_t count, const float *base, float *out, int64_t n,
+/* out = base + the sum over ranks, rank by rank; strides in bytes and floats. Returns whether all of
+ * it is finite, if `checks`. */
+int add_floats(const band *bands, int64_t count, const float *base, float *out, int64_t n,
                 int64_t ranks, const uint8_t *codes, int64_t code_stride, const float *unit,
-                int64_t unit_stride, int bits, const float *weights, int threads) {
-  IN_PIECES
+                int64_t unit_stride, int bits, const float *weights, int checks, int threads) {
+  int32_t most = 0;
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(max : most)
   for (int t = 0; t < threads; t++) {
     float room[CHUNK];
     int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
@@ -1226,10 +1308,12 @@ void add_floats(const band *bands, int64_t count, const float *base, float *out,
                      units[group] >= TINY ? units[group] : 0.0f, weights[rank]);
         } while (more == 1);
       }
+      if (checks) most = larger(most, largest_bits(total, end - begin));
       end_chunk(total, out, begin, end);
     }
     written_past();
   }
+  return most < 0x7f800000;
 }
 
 /* The means of the groups that begin in [begin, end). room [2 * half] */

@@ -112,6 +112,66 @@ class BitPacking(Reduction):
         last = self.reshape(self.reshape(last, (-1,))[:numbers], (rows, count))
         return self.minimum(rest * self._power(low) + last, universe)
 
+    def encode_pairs(
+        self, codes: Tensor, index: Tensor, low: Any, width: Any, universe: int, bits: int
+    ) -> Tensor:
+        """Encode codes and their ascending indices, apart from each other; uint8.
+
+        The indices' low bits and the rest, see `encode_ascending`; the codes, see `pack`.
+
+        Args:
+            codes: int64 [count] below 2**bits.
+            index: int64 [count].
+            low, width, universe: of `encode_ascending`.
+            bits: of a code.
+        """
+        unused = _whole(self.length(codes)) - self.length(codes)
+        planes = self.pack(self.concat((codes, self.full((unused,), 0))), bits)
+        row = self.reshape(index, (1, -1))
+        words = *self.encode_ascending(row, low, width, universe), planes
+        return self.concat([self.to_bytes(part, "uint32") for part in words])
+
+    def encode_words(
+        self, body: Tensor, side: int, count: Any, low: Any, width: Any, universe: int, bits: int
+    ) -> Tensor:
+        """Encode words, each a code above an index, by `encode_pairs`; uint8, `side` bytes first.
+
+        Args:
+            body: uint8 [side + 4 * count].
+            side: bytes before the words, which stay as they are.
+            count: number of words; an integer or a scalar.
+            low, width, universe, bits: of `encode_pairs`.
+        """
+        del count
+        codes, index = self.split_bits(self.from_bytes(body[side:], "uint32"), 32 - bits)
+        coded = self.encode_pairs(codes, index, low, width, universe, bits)
+        return self.concat((body[:side], coded))
+
+    def decode_words(
+        self, bodies: Tensor, side: int, count: Any, low: Any, width: Any, universe: int, bits: int
+    ) -> tuple[Tensor, Tensor]:
+        """Invert `encode_words` of each row; uint8 [world, side + 4 * count].
+
+        And return whether indices ascend up to those that are `universe`; bool [world].
+        """
+        ends = [_whole(count) // GROUP * low, _whole(width) // GROUP, _whole(count) // GROUP * bits]
+        cuts = [side]
+        for words in ends:
+            cuts.append(cuts[-1] + 4 * words)
+        lows, highs, planes = (
+            self.from_bytes(bodies[:, a:b], "uint32") for a, b in zip(cuts, cuts[1:])
+        )
+        rows, sound = [], []
+        for rank in range(bodies.shape[0]):
+            code = lows[rank], highs[rank]
+            index = self.decode_ascending(code, (1, count), low, width, universe)
+            index = self.reshape(index, (-1,))
+            codes = self.unpack(planes[rank], bits)[:count]
+            rows.append(self.to_bytes(codes * (1 << 32 - bits) + index, "uint32"))
+            rises = (index[1:] > index[:-1]) | (index[1:] == universe)
+            sound.append(self.reshape(self.sum(1 - self.cast(rises, "int64")), (1,)))
+        return self.concat((bodies[:, :side], self.stack(rows))), self.concat(sound) == 0
+
     def _all_planes(self, groups: Tensor, bits: int) -> Tensor:
         """Return `bit_planes` in as many calls for any number of bits, in more memory."""
         each = self.shift_right(self.reshape(groups, (-1, 1, GROUP)), self._column(bits)) % 2

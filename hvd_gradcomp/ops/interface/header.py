@@ -212,6 +212,13 @@ class Headers(BitPacking, Matrices, HostControl):
         fine, moment = self.sound(moment, "sum")
         return finite & fine, gradient, moment
 
+    def sound_largest(
+        self, x: Tensor, factor: float, y: Tensor, length: int, k: int
+    ) -> tuple[Any, Tensor, Tensor, Tensor]:
+        """Check the squares of y as `sound` does, and return `accumulate_largest` behind that."""
+        finite, y = self.sound(y, "squares")
+        return (finite, *self.accumulate_largest(x, factor, y, length, k))
+
     def _sides(self, bodies: Tensor, weighing: ReductionSpec) -> list[Tensor]:
         """Return the magnitudes at the start of bodies; float32 [rows, groups] each."""
         groups = weighing.groups

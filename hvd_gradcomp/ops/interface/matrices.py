@@ -89,6 +89,32 @@ class Matrices(Reduction):
         rows = self.matmul_plus(code, self.transpose(basis, (1, 0)), row)
         return self.unturned(self.reshape(rows, (-1,)), shape, order)
 
+    def turn_tiles(
+        self, x: Tensor, shape: tuple[int, int], left: Tensor, right: Tensor, back: bool
+    ) -> Tensor:
+        """Return each tile of a matrix multiplied from both sides, `left @ tile @ right`.
+
+        Rounding depends on the framework, but with the C library not.
+
+        Args:
+            x: float32 [rows * columns], a matrix; or if `back`, its tiles one after another.
+            shape: (rows, columns) of the matrix.
+            left: float32 [height, height] of a tile.
+            right: float32 [width, width].
+            back: return the matrix, from tiles; else tiles, from the matrix.
+        """
+        (rows, columns), height, width = shape, left.shape[0], right.shape[0]
+        down, across = rows // height, columns // width
+        if not back:
+            x = self.reshape(x, (down, height, across, width))
+            x = self.transpose(x, (0, 2, 1, 3))
+        x = self.reshape(x, (down * across, height, width))
+        x = self.matmul(self.matmul(left, x), right)
+        if back:
+            x = self.reshape(x, (down, across, height, width))
+            x = self.transpose(x, (0, 2, 1, 3))
+        return self.reshape(x, (rows * columns,))
+
     def unturned(self, flat: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
         """Undo the axis order of a vector that runs through `shape` in `order`, maybe beyond."""
         flat = flat[: prod(shape)]

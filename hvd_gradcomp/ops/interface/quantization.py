@@ -226,6 +226,13 @@ class Quantization(BitPacking):
             total = self.accumulate(total, self.scale(value, weights[rank]))
         return total
 
+    def add_bfloat16(
+        self, base: Tensor | None, room: Tensor, packed: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Any]:
+        """Return `add_floats` for bfloat16, and whether all of it is finite. Donating."""
+        total = self.add_floats(RowGroups(()), base, room, packed, None, 16, weights)
+        return total, self.finite(total)
+
     def _inverse(self, scale: Tensor, levels: float) -> Tensor:
         """Return `levels / scale`, and 0 where a group counts as zero."""
         used = scale >= TINY
@@ -300,6 +307,52 @@ class Quantization(BitPacking):
             value = self._fill(row_groups, total.shape[0], values, "float32")
             total = self.accumulate(total, self.scale(value, weights[rank]))
         return total
+
+    def momentum_signs(
+        self, row_groups: RowGroups, m: Tensor, gradient: Tensor, momentum: float, negative: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return `momentum * m + (1 - momentum) * gradient`, and its packed signs.
+
+        Donating for the gradient.
+
+        Args:
+            row_groups: the groups; outside of them a sign is positive.
+            m: float32 [size].
+            gradient: float32 [size].
+            momentum: a number.
+            negative: 1 if a zero counts as negative, 0 if as positive; an integer or a scalar.
+        """
+        ahead = self.scale(gradient, 1.0 - momentum)
+        m = self.accumulate(ahead, self.times(m, momentum))
+        zero = self.cast(1 - self.words((negative,)) * 2, "float32")
+        return m, self.encode_signs(row_groups, self.where(m == 0, zero, m))[2]
+
+    def majority(
+        self,
+        row_groups: RowGroups,
+        packed: Tensor,
+        weights: Tensor,
+        unit: float,
+        m: Tensor,
+        room: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return `unit` times the sign of most ranks, 0 where they tie; and m, written to `room`.
+
+        Donating for m, which the first result may take the memory of, and for room.
+
+        Args:
+            row_groups: the groups; outside of them the result is 0.
+            packed: signs of `momentum_signs`, uint8 [world, size / 8].
+            weights: 1 for a rank that counts, 0 for one that does not; float32 [world].
+            unit: a number.
+            m: float32 [size].
+            room: float32 [size].
+        """
+        ones = self.full((packed.shape[0], row_groups.groups), 1.0, "float32")
+        total = self.zeros((m.shape[0],))
+        votes = self.add_signs(row_groups, None, total, packed, ones, -ones, weights)
+        above, below = (self.cast(side, "float32") for side in (votes > 0, votes < 0))
+        return (above - below) * unit, self.overwrite(room, m)
 
     def encode_bins(
         self, rows: Tensor, real: Tensor | None, counts: Tensor, bits: int

@@ -68,6 +68,25 @@ class BitPacking(Base):
         ints = *shape, low, width, universe
         return self.native("decode_ascending", code, [(tf.int64, known)], ints)[0]
 
+    def encode_words(
+        self, body: Tensor, side: int, count: Any, low: Any, width: Any, universe: int, bits: int
+    ) -> Tensor:
+        if self.native is None:
+            return super().encode_words(body, side, count, low, width, universe, bits)
+        ints = side, count, low, width, bits
+        return self.native("encode_words", (body,), [(tf.uint8, (None,))], ints)[0]
+
+    def decode_words(
+        self, bodies: Tensor, side: int, count: Any, low: Any, width: Any, universe: int, bits: int
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().decode_words(bodies, side, count, low, width, universe, bits)
+        ranks = bodies.shape[0]
+        outputs = [(tf.uint8, (ranks, None)), (tf.bool, (ranks,))]
+        ints = side, count, low, width, bits, universe
+        words, sound = self.native("decode_words", (bodies,), outputs, ints)
+        return words, sound
+
 
 def head_of(x: Tensor) -> tuple[Any, ...]:
     """Return all axes but the last."""

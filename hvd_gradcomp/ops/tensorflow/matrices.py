@@ -42,3 +42,11 @@ class Matrices(Base):
             tape.watch(leaves)
             values = function(*leaves)
         return values, list(tape.gradient(values[0], leaves))
+
+    def turn_tiles(
+        self, x: Tensor, shape: tuple[int, int], left: Tensor, right: Tensor, back: bool
+    ) -> Tensor:
+        if self.native is None:
+            return super().turn_tiles(x, shape, left, right, back)
+        ints = *shape, int(back)
+        return self.native("turn_tiles", (x, left, right), [(tf.float32, x.shape)], ints)[0]

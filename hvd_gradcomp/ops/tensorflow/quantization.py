@@ -117,6 +117,17 @@ class Quantization(Base):
         ints = bits, base is None
         return self.native("add_floats", given, [(tf.float32, start.shape)], ints)[0]
 
+    def add_bfloat16(
+        self, base: Tensor | None, room: Tensor, packed: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Any]:
+        if self.native is None:
+            return super().add_bfloat16(base, room, packed, weights)
+        start = room if base is None else base
+        outputs = [(tf.float32, start.shape), (tf.bool, ())]
+        given: tuple[Any, ...] = [], start, packed, tf.zeros((0,)), weights
+        total, finite = self.native("add_floats", given, outputs, (16, base is None))
+        return total, bool(finite) if tf.executing_eagerly() else finite
+
     def encode_signs(self, row_groups: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.native is None:
             return super().encode_signs(row_groups, x)
@@ -140,6 +151,31 @@ class Quantization(Base):
         start = room if base is None else base
         given = numbers(row_groups), start, packed, above, below, weights
         return self.native("add_signs", given, [(tf.float32, start.shape)], (base is None,))[0]
+
+    def momentum_signs(
+        self, row_groups: RowGroups, m: Tensor, gradient: Tensor, momentum: float, negative: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().momentum_signs(row_groups, m, gradient, momentum, negative)
+        outputs = [(tf.float32, gradient.shape), (tf.uint8, _packed(gradient, 1))]
+        given, reals = (numbers(row_groups), m, gradient), (momentum, 1.0 - momentum)
+        m, packed = self.native("momentum_signs", given, outputs, (negative,), reals)
+        return m, packed
+
+    def majority(
+        self,
+        row_groups: RowGroups,
+        packed: Tensor,
+        weights: Tensor,
+        unit: float,
+        m: Tensor,
+        room: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().majority(row_groups, packed, weights, unit, m, room)
+        given, size = (numbers(row_groups), packed, weights), self.length(m)
+        total = self.native("majority", given, [(tf.float32, m.shape)], (size,), (unit,))[0]
+        return total, m
 
     def encode_bins(
         self, rows: Tensor, real: Tensor | None, counts: Tensor, bits: int

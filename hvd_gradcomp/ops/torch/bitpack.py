@@ -7,6 +7,7 @@ import torch
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.interface.bitpack import GROUP
 from hvd_gradcomp.ops.torch.base import DTYPES, WORD, Base, low_word
+from hvd_gradcomp.ops.torch.kernels import walkable
 
 
 class BitPacking(Base):
@@ -70,6 +71,29 @@ class BitPacking(Base):
         ints = *shape, low, width, universe
         self.native("decode_ascending", words, (numbers,), ints)
         return numbers
+
+    def encode_words(
+        self, body: Tensor, side: int, count: int, low: int, width: int, universe: int, bits: int
+    ) -> Tensor:
+        if self.native is None:
+            return super().encode_words(body, side, count, low, width, universe, bits)
+        groups = -(-count // GROUP)
+        coded = self.body(side + 4 * (groups * (low + bits) + -(-width // GROUP)))
+        body = body if body.storage_offset() % 4 == 0 else body.clone()
+        given = (body.contiguous(),)
+        self.native("encode_words", given, (coded,), (side, count, low, width, bits))
+        return coded
+
+    def decode_words(
+        self, bodies: Tensor, side: int, count: int, low: int, width: int, universe: int, bits: int
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().decode_words(bodies, side, count, low, width, universe, bits)
+        words = self._empty(bodies.shape[0], side + 4 * count, dtype=torch.uint8)
+        sound = self._empty(bodies.shape[0], dtype=torch.bool)
+        ints = side, count, low, width, bits, universe
+        self.native("decode_words", (walkable(bodies),), (words, sound), ints)
+        return words, sound
 
 
 def _whole_words(x: Tensor) -> bool:

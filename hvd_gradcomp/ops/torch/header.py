@@ -109,6 +109,17 @@ class Headers(Base):
             return super().sound_with(gradient, moment)
         return self.kernels.sound(gradient, "squares", moment), gradient, moment
 
+    def sound_largest(
+        self, x: Tensor, factor: float, y: Tensor, length: int, k: int
+    ) -> tuple[Any, Tensor, Tensor, Tensor]:
+        if self.native is None:
+            return super().sound_largest(x, factor, y, length, k)
+        room, rows, fine = self.room(y), -(-x.shape[0] // length), array("B", (0,))
+        index, values = self._empty(rows, k, dtype=torch.int64), self._empty(rows, k)
+        given, found = (x.contiguous(), y.contiguous()), (room, index, values, fine)
+        self.native("accumulate_largest", given, found, (length, k), (factor,))
+        return bool(fine[0]), room, index, values
+
 
 def _known(values: Sequence[Any], finite: Any) -> bool:
     """Return True if none of the words of a frame is a tensor."""

@@ -58,6 +58,15 @@ class Matrices(Base):
             return Lifted(blocks, code, basis, row)
         return super().lift(code, basis, row, shape, order)
 
+    def turn_tiles(
+        self, x: Tensor, shape: tuple[int, int], left: Tensor, right: Tensor, back: bool
+    ) -> Tensor:
+        if self.native is None:
+            return super().turn_tiles(x, shape, left, right, back)
+        out, given = self._empty(x.shape), (x.contiguous(), left.contiguous(), right.contiguous())
+        self.native("turn_tiles", given, (out,), (*shape, back))
+        return out
+
     def _blocks(self, x: Tensor, length: int) -> Blocks | None:
         """Return the blocks of a layer in memory like x, in rows of a length; None if none fit."""
         return None if self.native is None else Blocks.of(self.native, Axes.of(x), length)

@@ -210,6 +210,17 @@ class Quantization(Base):
         self.native("add_floats", given, (room,), (bits, base is None))
         return room
 
+    def add_bfloat16(
+        self, base: Tensor | None, room: Tensor, packed: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Any]:
+        if self.native is None:
+            return super().add_bfloat16(base, room, packed, weights)
+        room, finite = self.room(room), array("B", (0,))
+        start = room if base is None else base.contiguous()
+        given = _NEAREST, start, walkable(packed), self._empty(0), weights.contiguous()
+        self.native("add_floats", given, (room, finite), (16, base is None))
+        return room, bool(finite[0])
+
     def encode_signs(self, row_groups: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.quantizers is not None:
             return self.quantizers.encode_signs(row_groups, x)
@@ -242,6 +253,33 @@ class Quantization(Base):
         given = self._of(row_groups), start, packed, above, below, weights.contiguous()
         self.native("add_signs", given, (room,), (base is None,))
         return room
+
+    def momentum_signs(
+        self, row_groups: RowGroups, m: Tensor, gradient: Tensor, momentum: float, negative: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().momentum_signs(row_groups, m, gradient, momentum, negative)
+        room, packed = self.room(gradient), self.body(gradient.shape[0] // 8)
+        given = self._of(row_groups), m.contiguous(), gradient.contiguous()
+        reals = momentum, 1.0 - momentum
+        self.native("momentum_signs", given, (room, packed), (int(negative),), reals)
+        return room, packed
+
+    def majority(
+        self,
+        row_groups: RowGroups,
+        packed: Tensor,
+        weights: Tensor,
+        unit: float,
+        m: Tensor,
+        room: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().majority(row_groups, packed, weights, unit, m, room)
+        total, room = self.room(m), self.room(room)
+        given = self._of(row_groups), walkable(packed), weights.contiguous(), m
+        self.native("majority", given, (total, room), (m.shape[0],), (unit,))
+        return total, room
 
     def encode_bins(
         self, rows: Tensor, real: Tensor | None, counts: Tensor, bits: int
