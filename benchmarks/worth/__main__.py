@@ -195,10 +195,9 @@ def measure(measured: Measured, options: argparse.Namespace, console: Console) -
                 f"link of {measured.rate(ratio)}: dense exchanges take {ratio:g} times a step; "
                 f"{len(left)} ways, about {seconds / 60:.0f} minutes"
             )
-            for way in left:
-                for row in job(hosts, options.task, "time", [way], **how):
-                    measured.add("time", row, ratio=ratio)
-                    console.print(f"  {way}: {row['ms']:.1f} ms a step")
+            for row in job(hosts, options.task, "time", left, **how) if left else ():
+                measured.add("time", row, ratio=ratio)
+                console.print(f"  {row['way']}: {row['ms']:.1f} ms a step")
         if "whole" in options.parts:
             hosts.set_rate(measured.rate(CHECKED))
             for way in options.whole:
@@ -239,7 +238,7 @@ def _seconds(measured: Measured, way: str, ratio: float) -> float:
     rows = measured.rows("train", way=way)
     share = rows[0]["bytes_a_step"] / (4 * measured.all["parameters"]) if rows else 1.0
     steps = measured.training.ways[way].lead + TIMED
-    return 8 + steps * measured.all["compute_ms"] / 1e3 * (1.2 + ratio * share)
+    return 2 + steps * measured.all["compute_ms"] / 1e3 * (1.2 + ratio * share)
 
 
 def table(measured: Measured) -> Table:

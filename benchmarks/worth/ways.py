@@ -67,6 +67,12 @@ COMMON = {
     "chunked": Way("chunked top-k", "ChunkedTopKCompressor()"),
     "local": Way("LocalSteps, 15", local=f"every=15, {AVERAGE}"),
     "local-int8": Way("LocalSteps, 15, Int8", "Int8Compressor()", f"every=15, {AVERAGE}"),
+    "local-int8-5": Way("LocalSteps, 5, Int8", "Int8Compressor()", f"every=5, {AVERAGE}"),
+    "denser-5": Way(
+        "LocalSteps, 5, chunked top-k of 1/8 in 4 bits",
+        "ChunkedTopKCompressor(k=512, values='int4', decay=1)",
+        f"every=5, {AVERAGE}",
+    ),
     "sparse-5": Way("SparseLoCo, 5", "ChunkedTopKCompressor()", f"every=5, {AVERAGE}"),
     "sparse-15": Way("SparseLoCo, 15", "ChunkedTopKCompressor()", f"every=15, {AVERAGE}"),
 }
