@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from benchmarks.worth import __main__ as worth
 from benchmarks.worth.ways import LOOK, STOCK, TASKS, TIMED
 
 TRAINING = TASKS["transformer"]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -62,6 +64,19 @@ def test_what_was_measured_is_shown(measured, monkeypatch, capsys):
     assert measured.path.with_suffix(".png").exists()
     said = " ".join(capsys.readouterr().out.split())
     assert "600/never" in said and "1.40 (550 ms)" in said
+
+
+def test_the_page_has_what_was_measured():
+    path = ROOT / "docs/measured/worth-transformer.json"
+    kept = worth.Measured(path, TRAINING, 2)
+    rows = [
+        line.strip("| ").split(" | ") for line in (ROOT / "docs/worth.md").read_text().split("\n")
+    ]
+    shown = {row[0]: row[3:] for row in rows}
+    ratios = sorted({row["ratio"] for row in kept.all["time"]})
+    for way in {row["way"] for row in kept.all["train"]}:
+        cells = [worth._cell(kept, way, ratio) for ratio in ratios]
+        assert shown[TRAINING.ways[way].title] == cells
 
 
 @pytest.mark.parametrize("training", TASKS.values(), ids=TASKS)
