@@ -59,5 +59,16 @@ def test_it_ends_with_what_a_slow_link_makes_of_a_training(monkeypatch, tmp_path
     assert float(sooner[0]) == 1.0 and float(sooner[1]) > 2.0
 
 
+def test_hosts_that_fail_do_not_end_the_demo(monkeypatch, capsys):
+    def fail(*_, **__):
+        raise demo.JobError("a rank is gone", "")
+
+    monkeypatch.setattr(demo, "refusal", lambda: None)
+    monkeypatch.setattr(demo.shutil, "which", lambda name: name)
+    monkeypatch.setattr(demo, "Hosts", fail)
+    assert "predicted" in str(demo.slow_link().title)
+    assert "a rank is gone" in capsys.readouterr().err
+
+
 def test_between_hosts_it_says_no_such_thing(monkeypatch, tmp_path):
     assert demo.ONE_MACHINE not in printed(monkeypatch, tmp_path, "--hosts", "one:1,two:1")
