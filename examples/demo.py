@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,14 +27,10 @@ from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
-from benchmarks.rig import Hosts, HostsError, JobError, bits_per_second, refusal
-from benchmarks.worth import __main__ as worth
-
 FRAMEWORKS = {"PyTorch": "examples.pytorch.digits", "Keras 3": "examples.keras.digits"}
 METHODS = ("none", "variance", "hybrid")
 MEASURED = Path(__file__).resolve().parents[1] / "docs/measured"
 HOSTS, WORTH = MEASURED / "hosts.json", MEASURED / "worth-transformer.json"
-SLOW, LINK = ("stock", "bf16", "hook", "local-int8", "denser-5"), "100mbit"
 WAYS = ("dense", "QSGD(", "Variance(", "Hybrid(")
 RATES = {"1gbit": "1 Gb/s", "100mbit": "100 Mb/s"}
 ONE_MACHINE = (
@@ -113,44 +107,6 @@ def links(path: Path = HOSTS) -> Table:
     return shown
 
 
-def timed_here(known: worth.Measured) -> dict[str, float]:
-    """Time a step over the slow link, ms by way; empty where there are no hosts, or no text."""
-    if refusal() is not None or shutil.which("bible") is None:
-        return {}
-    try:
-        with Hosts(known.all["hosts"], LINK) as hosts:
-            rows = worth.job(hosts, known.all["task"], "time", SLOW, timeout=300.0)
-    except (HostsError, JobError) as error:
-        print(f"A step over the slow link cannot be timed here. {error}", file=sys.stderr)
-        return {}
-    return {row["way"]: row["ms"] for row in rows}
-
-
-def slow_link(path: Path = WORTH) -> Table:
-    """A training to one loss over a slow link, measured on hosts of this machine if it has some.
-
-    Else the time of a step is predicted from what was measured on another machine. The number of
-    steps was measured there in any case: it takes trainings of some minutes each.
-    """
-    kept = json.loads(path.read_text())
-    known = worth.Measured(path, worth.TASKS[kept["task"]], kept["hosts"])
-    step = timed_here(known)
-    how = "measured here, now" if step else "predicted from docs/measured"
-    step = step or {way: known.predicted_ms(way, bits_per_second(LINK)) for way in SLOW}
-    title = f"A transformer to one loss, {known.all['hosts']} hosts at {RATES[LINK]}: {how}"
-    shown = Table(title=title)
-    for head in ("method", "ms/step", "steps", "minutes", "times sooner"):
-        shown.add_column(head, justify="left" if head == "method" else "right")
-    minutes = {}
-    for way in SLOW:
-        steps = statistics.median(steps for steps in known.steps(way) if steps)
-        minutes[way] = step[way] * steps / 6e4
-        cells = f"{step[way]:,.0f}", f"{steps:.0f}", f"{minutes[way]:.1f}"
-        times = minutes[SLOW[0]] / minutes[way]
-        shown.add_row(known.training.ways[way].title, *cells, f"{times:.1f}")
-    return shown
-
-
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Accuracy against bytes, one marker a run."""
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
@@ -206,7 +162,9 @@ def main() -> None:
         console.print(ONE_MACHINE)
         console.print(links())
     if not options.hosts and WORTH.exists():
-        console.print(slow_link())
+        from benchmarks.worth.slow_link import training  # an image has neither
+
+        console.print(training(WORTH))
     console.print(f"plot: {options.output / 'demo.png'}")
 
 

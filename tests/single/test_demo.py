@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import sys
@@ -10,6 +11,7 @@ import pytest
 from rich.console import Console
 
 pytest.importorskip("matplotlib")
+from benchmarks.worth import slow_link
 from examples import demo
 
 ROW = {
@@ -28,7 +30,7 @@ def printed(monkeypatch, tmp_path, *words):
     monkeypatch.delenv("HVD_GRADCOMP_HOSTS", raising=False)
     monkeypatch.setattr(sys, "argv", ["demo", "--output", str(tmp_path / "results"), *words])
     monkeypatch.setattr(demo, "run", rows)
-    monkeypatch.setattr(demo, "refusal", lambda: "no hosts here")
+    monkeypatch.setattr(slow_link, "refusal", lambda: "no hosts here")
     monkeypatch.setattr(demo, "plot", lambda rows, path: path.parent.mkdir())
     monkeypatch.setattr(demo, "Console", lambda: Console(file=output, width=100))
     demo.main()
@@ -61,13 +63,21 @@ def test_it_ends_with_what_a_slow_link_makes_of_a_training(monkeypatch, tmp_path
 
 def test_hosts_that_fail_do_not_end_the_demo(monkeypatch, capsys):
     def fail(*_, **__):
-        raise demo.JobError("a rank is gone", "")
+        raise slow_link.JobError("a rank is gone", "")
 
-    monkeypatch.setattr(demo, "refusal", lambda: None)
-    monkeypatch.setattr(demo.shutil, "which", lambda name: name)
-    monkeypatch.setattr(demo, "Hosts", fail)
-    assert "predicted" in str(demo.slow_link().title)
+    monkeypatch.setattr(slow_link, "refusal", lambda: None)
+    monkeypatch.setattr(slow_link.shutil, "which", lambda name: name)
+    monkeypatch.setattr(slow_link, "Hosts", fail)
+    assert "predicted" in str(slow_link.training(demo.WORTH).title)
     assert "a rank is gone" in capsys.readouterr().err
+
+
+def test_it_needs_no_benchmarks_where_hosts_are_given(monkeypatch, tmp_path):
+    """As in an image, which has none."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    importlib.reload(demo)
+    assert "plot:" in printed(monkeypatch, tmp_path, "--hosts", "one:1,two:1")
 
 
 def test_between_hosts_it_says_no_such_thing(monkeypatch, tmp_path):
