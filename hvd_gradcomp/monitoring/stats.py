@@ -40,7 +40,8 @@ class CompressionStats:
         seconds_waited: seconds, since this process made the optimizer, in which its steps stood
             still for the data of exchanges: what neither backward nor `delay=` hides. What a rank
             waits until others begin a step is not in it, nor what a GPU waits for while the host
-            goes on (NCCL). None on TensorFlow, whose graphs wait by themselves.
+            goes on (NCCL). None on TensorFlow, whose graphs wait by themselves. It does not count
+            where readings are compared.
     """
 
     steps: int = 0
@@ -56,7 +57,7 @@ class CompressionStats:
     rung_changes: int = 0
     residual_norm: float | None = None
     gradient_norm: float | None = None
-    seconds_waited: float | None = None
+    seconds_waited: float | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         """Format the totals as a table.

@@ -237,7 +237,8 @@ def test_broken_builds(build, what, says, cures, bare, tmp_path):
         (tmp_path / name / "__init__.py").write_text(text)
     (tmp_path / "horovod" / "metadata.json").write_text('{"pytorch": "2.4.0"}')
     began = time.monotonic()
-    found = diagnose("--timeout", "3", python=bare, path=[tmp_path])
+    patience = "3" if "sleep" in build else "30"  # an import on a busy machine may take seconds
+    found = diagnose("--timeout", patience, python=bare, path=[tmp_path])
     assert time.monotonic() - began < 60
     assert says in found[what].fact
     assert cures in found[what].remedy

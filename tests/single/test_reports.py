@@ -323,6 +323,7 @@ def test_time_that_steps_waited():
     assert scalars(span)["compression/ms_waited"] == 100.0
     assert combined([first, first], [], 4).seconds_waited == 1.0
     assert combined([first, CompressionStats()], [], 4).seconds_waited is None
+    assert CompressionStats(steps=2) == first, "time is no part of what was exchanged"
     unknown = CompressionStats(steps=3)
     assert unknown.ms_waited is None and "compression/ms_waited" not in scalars(unknown)
     assert (CompressionStats(seconds_waited=1.0) - unknown).seconds_waited == 1.0
