@@ -53,7 +53,7 @@ Rows = list[dict[str, Any]]
 
 
 class Measured:
-    """What was measured, in a file that each result is written to at once.
+    """Results of a measurement, in a file that each is written to at once.
 
     Args:
         path: of the file.
@@ -105,6 +105,7 @@ class Measured:
         return [row["steps"] for row in self.rows("train", way=way)]
 
     def ms(self, way: str, ratio: float) -> float | None:
+        """Return the time of a step; None if it was not measured."""
         rows = self.rows("time", way=way, ratio=ratio)
         return rows[0]["ms"] if rows else None
 
@@ -202,8 +203,10 @@ def measure(measured: Measured, options: argparse.Namespace, console: Console) -
             hosts.set_rate(measured.rate(CHECKED))
             for way in options.whole:
                 if options.again or not measured.rows("whole", way=way):
-                    target = measured.rows("train", way=STOCK, seed=1)[0]["target"]
-                    given = None if way == STOCK else target
+                    base = measured.rows("train", way=STOCK, seed=1)
+                    if not base and way != STOCK:
+                        raise SystemExit("`whole` needs the target of seed 1: --parts train whole")
+                    given = None if way == STOCK else base[0]["target"]
                     for row in job(hosts, options.task, "train", [way], target=given, **how):
                         measured.add("whole", row, ratio=CHECKED)
                         console.print(f"  {way}, whole: {row['seconds']:.0f} s")
@@ -254,12 +257,13 @@ def table(measured: Measured) -> Table:
             continue
         fewer = statistics.median(4 * r["parameters"] / r["bytes_a_step"] for r in rows)
         steps = "/".join(str(s or "never") for s in measured.steps(key))
-        cells = [_cell(measured, key, ratio) for ratio in ratios]
+        cells = [cell(measured, key, ratio) for ratio in ratios]
         found.add_row(way.title, f"{fewer:,.1f}", steps, *cells)
     return found
 
 
-def _cell(measured: Measured, way: str, ratio: float) -> str:
+def cell(measured: Measured, way: str, ratio: float) -> str:
+    """Return times sooner at the target, and the time of a step; empty if it was not timed."""
     ms, found = measured.ms(way, ratio), measured.speed_ups(way, ratio)
     if ms is None:
         return ""
@@ -317,6 +321,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("results/worth"))
     parser.add_argument("--show", type=Path, metavar="JSON", help="measures nothing")
     options = parser.parse_args()
+    if unknown := {*options.ways, *options.whole} - {*TASKS[options.task].ways}:
+        parser.error(f"no ways of {options.task}: {', '.join(sorted(unknown))}")
     options.parts = options.parts or ("train", "time", "whole")
     console = Console(width=200)
     if options.show:

@@ -1,4 +1,4 @@
-"""What a slow link makes of a training, for the end of the demo."""
+"""Time of a training over a slow link, for the end of the demo."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def timed_here(known: worth.Measured) -> dict[str, float]:
 
 
 def training(path: Path) -> Table:
-    """A training to one loss over a slow link, measured on hosts of this machine if it has some.
+    """Tabulate a training to one loss over a slow link, timed here if there can be hosts.
 
     Else the time of a step is predicted from what was measured on another machine. The number of
     steps was measured there in any case: it takes trainings of some minutes each.

@@ -9,7 +9,7 @@ STOCK = "stock"
 
 @dataclass(frozen=True)
 class Way:
-    """How the ranks of a training exchange.
+    """Way in which the ranks of a training exchange.
 
     Attributes:
         title: in tables and figures.

@@ -315,7 +315,7 @@ def test_what_is_kept_is_that_of_the_phase_at_work():
 
 
 def test_time_that_steps_waited():
-    """Of a span it is the difference; of parts the sum; not known where a part does not know."""
+    """A span has the difference, a whole the sum of its parts; unknown if one of them is."""
     first = CompressionStats(steps=2, seconds_waited=0.5)
     span = CompressionStats(steps=12, seconds_waited=1.5) - first
     assert span.ms_waited == 100.0 and "waiting" in str(span)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def measured(tmp_path):
-    """Of two hosts: a step of 100 ms, 1 MB of gradients, two ways at one ratio."""
+    """Results of two hosts: a step of 100 ms, 1 MB of gradients, two ways at one ratio."""
     found = worth.Measured(tmp_path / "worth.json", TRAINING, 2)
     found.all |= {"compute_ms": 100.0, "parameters": 250_000}
     for seed, steps in ((1, 600), (2, None)):
@@ -30,7 +30,7 @@ def measured(tmp_path):
 
 
 def test_the_rate_makes_a_dense_exchange_so_many_times_a_step(measured):
-    """Of two hosts each sends all gradients once: 1 MB in 1 s."""
+    """Each of two hosts sends all gradients once: 1 MB in 1 s."""
     assert measured.link_bytes == 1e6
     assert measured.rate(10.0) == "8000kbit"
 
@@ -75,7 +75,7 @@ def test_the_page_has_what_was_measured():
     shown = {row[0]: row[3:] for row in rows}
     ratios = sorted({row["ratio"] for row in kept.all["time"]})
     for way in {row["way"] for row in kept.all["train"]}:
-        cells = [worth._cell(kept, way, ratio) for ratio in ratios]
+        cells = [worth.cell(kept, way, ratio) for ratio in ratios]
         assert shown[TRAINING.ways[way].title] == cells
 
 

@@ -130,7 +130,7 @@ class Quantization(Base):
         return x.to(narrow).view(torch.uint8)
 
     def _by_group(self, row_groups: RowGroups, x: Tensor, factor: Tensor) -> Tensor:
-        """As the interface's, on a GPU in a few launches for any number of groups."""
+        """Return the interface's; on a GPU in a few launches for any number of groups."""
         if self.on_host:
             return super()._by_group(row_groups, x, factor)
         size = x.shape[0]
