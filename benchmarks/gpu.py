@@ -151,7 +151,9 @@ def spawned(
     from benchmarks import points
 
     asked = points.chosen(points.every(), options.only)
-    names = [ALONE, *(point.name for point in asked if point.middle)]
+    names = [point.name for point in asked if point.middle]
+    if not options.only:
+        names.insert(0, ALONE)
     rows: list[Result] = []
     while names:
         failure = ""
