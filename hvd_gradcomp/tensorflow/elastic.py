@@ -1,7 +1,8 @@
 """Drop-in for `horovod.tensorflow.elastic`: states that keep what belongs to each rank alone.
 
 Model, optimizer and the compressor's replicated fields come from rank 0; residuals and momenta stay
-with their rank. Stock Horovod's Keras states use attributes that Keras 3 no longer has.
+with their rank. With local steps all ranks go on from the global variables. Stock Horovod's Keras
+states use attributes that Keras 3 no longer has.
 
 A traced function contains its rank and the number of ranks: create a `tf.function` that exchanges
 inside the function that `run` wraps, so that it is traced again. `model.fit` retraces by itself.
@@ -29,6 +30,7 @@ from horovod.tensorflow.elastic import (
 from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, RankState
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
 from hvd_gradcomp.tensorflow.comm import gather_objects
+from hvd_gradcomp.tensorflow.local_steps import LocalSteps
 from hvd_gradcomp.tensorflow.reducer import TITLES, GraphReducer
 from hvd_gradcomp.tensorflow.reducers import (
     distributed_in,
@@ -94,34 +96,41 @@ class Variables(ObjectState):
     Args:
         variables: in the same order on all ranks.
         optimizer: of Keras; built.
-        kwargs: plain Python objects.
+        kwargs: plain Python objects, and `LocalSteps`, whose model's variables are included.
     """
 
     def __init__(
         self, variables: Sequence[Any], optimizer: Optimizer | None = None, **kwargs: Any
     ) -> None:
+        self._locals = {k: item for k, item in kwargs.items() if isinstance(item, LocalSteps)}
+        for name, local in self._locals.items():
+            setattr(self, name, local)
+        kwargs = {name: item for name, item in kwargs.items() if name not in self._locals}
         own = [] if optimizer is None else optimizer.variables
-        plain = {id(v): v for v in map(plain_variable, (*variables, *own))}
+        apart = [v for local in self._locals.values() for v in local.trained]
+        plain = {id(v): v for v in map(plain_variable, (*variables, *own, *apart))}
         self._variables = [v for v in plain.values() if isinstance(v, tf.Variable)]
         self._distributed = distributed_in(optimizer)
         for reducer in self._reducers():
             if reducer.process_set is not horovod.global_process_set:
                 raise ValueError(
                     "elastic training exchanges over all ranks: a process set does not outlive a "
-                    "reset. Make DistributedOptimizer without process_set="
+                    "reset. Make DistributedOptimizer or LocalSteps without process_set="
                 )
         self._copy()
         ObjectState.__init__(self, bcast_object=_broadcast_object, get_rank=horovod.rank, **kwargs)
 
     def _reducers(self) -> list[GraphReducer]:
-        """Return the optimizer's reducer, and those of tapes over these variables."""
+        """Return the reducers of the optimizer, of local steps, and of tapes."""
         owned = reducer_in(self._distributed)
+        of_locals = [r for local in self._locals.values() for r in (*local.reducers, *local.others)]
         taped = [reducer for reducer, _ in reducers_over(self._variables)]
-        return taped if owned is None else [owned, *taped]
+        return [*of_locals, *taped] if owned is None else [owned, *of_locals, *taped]
 
     def _tracked(self) -> list[tf.Variable]:
         of_reducers = [v for reducer in self._reducers() for v in reducer.variables]
-        return list({id(v): v for v in (*self._variables, *of_reducers)}.values())
+        of_locals = [v for local in self._locals.values() for v in local.variables]
+        return list({id(v): v for v in (*self._variables, *of_locals, *of_reducers)}.values())
 
     def _copy(self) -> None:
         self._copies = [(v, tf.identity(v)) for v in self._tracked()]
@@ -153,7 +162,8 @@ class Variables(ObjectState):
             for reducer, places in reducers_over(self._variables)
         ]
         names = [reducer.name for reducer in self._reducers()]
-        taped, names, number = _broadcast_object((taped, names, TITLES.draw()))
+        titles = [local.title for local in self._locals.values()]
+        taped, names, titles, number = _broadcast_object((taped, names, titles, TITLES.draw()))
         for places, compressor, options, layers, choices in taped:
             sources = [self._variables[place] for place in places]
             reducer = reducer_for(sources, compressor, replace(options, process_set=ranks), layers)
@@ -163,6 +173,8 @@ class Variables(ObjectState):
             reducer.rename(name)
         TITLES.continue_from(number)
         broadcast_variables(self._tracked(), 0)
+        for local, title in zip(self._locals.values(), titles):
+            local.begin_anew(title)
         ObjectState.sync(self)
 
 
@@ -220,13 +232,15 @@ class TensorFlowState(Elastic, _stock.TensorFlowState):
     It includes the compressor state of each `DistributedGradientTape` over these variables (or over
     some of them). At `sync` survivors keep what belongs to them (residuals, momenta) and a new rank
     starts with none. The residual of a rank that died is lost: logged with its norm, and in
-    `lost`. Memory: two commits, each a copy of everything; see `Membership`.
+    `lost`. With a `LocalSteps` all ranks then go on from its global variables, and lose the steps
+    since the last exchange, which is logged. Memory: two commits, each a copy of everything; see
+    `Membership`.
 
     Args:
         variables: of the model and of its optimizer, in the same order on all ranks; all that
             TensorFlow knows of if None.
         session: refused; it belongs to TensorFlow 1.
-        kwargs: plain Python objects; they become attributes.
+        kwargs: plain Python objects, and a `LocalSteps` over the variables; they become attributes.
 
     Raises:
         ValueError: a session is given.
@@ -248,7 +262,8 @@ class TensorFlowKerasState(Elastic, _stock.TensorFlowKerasState):
         model: built.
         optimizer: the model's own if None.
         backend: accepted for compatibility, unused.
-        kwargs: plain Python objects; they become attributes.
+        kwargs: plain Python objects, and a `LocalSteps`: `callback.build(model)` of the callback's.
+            They become attributes.
 
     Raises:
         ValueError: the model is not built, there is no optimizer, or it exchanges over a process

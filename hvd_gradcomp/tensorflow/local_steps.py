@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,6 +52,7 @@ class _Round(NamedTuple):
         clock: steps that the schedule counts.
         moved: steps since the fragment was equal to the global variables.
         digest: of the global variables.
+        alone: True if a host's ranks should have averaged gradients in these steps, and did not.
     """
 
     fragment: int
@@ -59,6 +61,7 @@ class _Round(NamedTuple):
     clock: int
     moved: int
     digest: int
+    alone: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +153,25 @@ class BufferAverage:
                 v.assign(tf.cast(mean, v.dtype))
 
 
+@dataclass(eq=False)
+class HostAverage:
+    """Averaging of gradients over the ranks of a host.
+
+    Attributes:
+        reducer: of the gradients.
+        before: by fragment, steps in which they had been averaged at its last exchange.
+    """
+
+    reducer: GraphReducer
+    before: dict[int, int] = field(default_factory=dict)
+
+    def is_new(self, number: int) -> bool:
+        """Return True if gradients were averaged since this was asked of a fragment before."""
+        now = int(self.reducer.steps)
+        before, self.before[number] = self.before.get(number, 0), now
+        return now > before
+
+
 class LocalSteps(tf.Module):
     """Local steps: each rank trains alone, and ranks exchange every so many steps.
 
@@ -163,7 +185,7 @@ class LocalSteps(tf.Module):
             with tf.GradientTape() as tape:
                 loss = loss_of(y, model(x))
             gradients = tape.gradient(loss, model.trainable_variables)
-            gradients = local.reduce_gradients(gradients)  # if there are warmup_steps
+            gradients = local.reduce_gradients(gradients)  # if warmup_steps= or hierarchical=
             optimizer.apply_gradients(zip(gradients, model.trainable_variables))
             local.step()
         local.exchange()
@@ -204,11 +226,15 @@ class LocalSteps(tf.Module):
             averaged after each exchange of all fragments. None leaves them to each rank.
         optimizer: the inner optimizer, built, whose state checkpoints are to keep of each rank.
         process_set: the ranks that take part.
+        hierarchical: ranks of a host average their gradients in every step, dense, by
+            `reduce_gradients`, and hosts exchange. Needs `hvd.init(process_sets="dynamic")` where a
+            host has several ranks.
         nonfinite: if the variables of some rank are not finite at an exchange: "raise", or "skip":
             all ranks go back to the global variables. The same on all ranks; None for "raise".
 
     Attributes:
         schedule: of the exchanges.
+        title: prefix of the names of what the ranks compare.
         learning_rate: of the outer optimizer, a variable; assign the same on all ranks.
 
     Memory: a copy of the variables, the outer momentum, and what the compressor keeps. With a delay
@@ -217,7 +243,7 @@ class LocalSteps(tf.Module):
     Raises:
         ValueError: Horovod is not initialised; this rank is not in the process set; a setting is
             out of range; a variable cannot be compressed; moments of samples are asked for; the
-            optimizer is not built.
+            optimizer is not built; hosts or Horovod are not as `hierarchical` needs them.
         TypeError: `compression` is no compressor, or `outer` no `OuterSGD`.
     """
 
@@ -235,6 +261,7 @@ class LocalSteps(tf.Module):
         buffers: Sequence[Any] | None = None,
         optimizer: Optimizer | None = None,
         process_set: Any = horovod.global_process_set,
+        hierarchical: bool = False,
         nonfinite: str | None = None,
     ) -> None:
         super().__init__(name="gradcomp_local")
@@ -242,6 +269,7 @@ class LocalSteps(tf.Module):
         options = ExchangeOptions(
             sparse_as_dense=True,
             process_set=process_set,
+            hierarchical=hierarchical,
             nonfinite="skip" if nonfinite == "skip" else "raise",
         )
         compressor = options.resolve_compressor(compression, "LocalSteps")
@@ -262,10 +290,13 @@ class LocalSteps(tf.Module):
             )
         _refuse_moments(compressor)
         self._outer, compressor = _settled(outer, compressor)
-        self._settings = f"{self.schedule}, outer={outer}, nonfinite={options.nonfinite}"
+        self._settings = (
+            f"{self.schedule}, outer={outer}, hierarchical={hierarchical}, "
+            f"nonfinite={options.nonfinite}"
+        )
         self._process_set, self._agreed = process_set, False
         numbers = _titles.setdefault(process_set.process_set_id, UniqueNames("gradcomp.local"))
-        self._title = f"{numbers.take()}.{process_set.process_set_id}"
+        self.title = f"{numbers.take()}.{process_set.process_set_id}"
         layers = _exchangeable(variables)
         parts = cut([prod(shape) for _, shape, _ in layers], fragments)
         self._fragments = [
@@ -278,12 +309,16 @@ class LocalSteps(tf.Module):
             )
             for number, part in enumerate(parts)
         ]
-        self._warmup = self._averaging("warmup", layers) if warmup_steps else None
+        self._warmup = self._averaging("warmup", layers, process_set) if warmup_steps else None
+        place = options.position
+        self._has_neighbours = place is not None and place.slots > 1
+        self._average_inside = partial(self._averaging, "inside", layers)
+        self._inside: HostAverage | None = None  # with neighbours, once the ranks agree
         averaged = [b for b in buffers or () if tf.as_dtype(b.dtype).is_floating]
         self._buffers = None
         if averaged:
             layers = [_widened(layer) for layer in named_layers(averaged)]
-            self._buffers = BufferAverage(averaged, self._averaging("buffers", layers))
+            self._buffers = BufferAverage(averaged, self._averaging("buffers", layers, process_set))
         zero, zeros = tf.constant(0, tf.int64), tf.zeros((fragments,), tf.int64)
         self._steps = new_variable("gradcomp_local_steps", zero)
         self._clock = new_variable("gradcomp_local_clock", zero)  # steps that the schedule counts
@@ -311,7 +346,7 @@ class LocalSteps(tf.Module):
             layers,
             compressor,
             options,
-            name=f"{self._title}.{number}",
+            name=f"{self.title}.{number}",
             settings=f", {self._settings}",
             make_variable=new_variable,
         )
@@ -327,15 +362,13 @@ class LocalSteps(tf.Module):
         fragment.take_copies()
         return fragment
 
-    def _averaging(self, part: str, layers: Sequence[Layer]) -> GraphReducer:
+    def _averaging(self, part: str, layers: Sequence[Layer], process_set: Any) -> GraphReducer:
         """Return a reducer to dense means, which are NaN if a value of some rank is not finite."""
         return GraphReducer(
             layers,
             NoneCompressor(),
-            ExchangeOptions(
-                sparse_as_dense=True, process_set=self._process_set, nonfinite="propagate"
-            ),
-            name=f"{self._title}.{part}",
+            ExchangeOptions(sparse_as_dense=True, process_set=process_set, nonfinite="propagate"),
+            name=f"{self.title}.{part}",
             make_variable=new_variable,
         )
 
@@ -343,32 +376,41 @@ class LocalSteps(tf.Module):
 
     @tf.autograph.experimental.do_not_convert
     def reduce_gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """Average gradients over the ranks during warm-up; return them as they are afterwards.
+        """Average gradients over the ranks during warm-up, and then over those of a host.
 
-        Call it before the inner optimizer, eagerly or in a `tf.function`; not needed without
-        `warmup_steps`. If a gradient of some rank is not finite, they are NaN on all ranks.
+        Call it before the inner optimizer, in every step, eagerly or in a `tf.function`; not needed
+        without `warmup_steps` and `hierarchical`. If a gradient of some rank is not finite, they
+        are NaN on all ranks that average.
 
         Args:
             gradients: one for each variable, or None; of the same variables on all ranks.
+
+        Returns:
+            The means; gradients that are not averaged, as they are.
 
         Raises:
             ValueError: there are not as many gradients as variables.
             MismatchError: on all ranks, the first time, if they do not train the same.
         """
-        warmup = self._warmup
-        if warmup is None:
+        if self._warmup is None and not self._has_neighbours:
             return list(gradients)
         self._agree()
+        warmup, inside = self._warmup, None if self._inside is None else self._inside.reducer
         if tf.executing_eagerly():
-            return warmup.reduce(gradients) if self.warms_up else list(gradients)
+            reducer = warmup if self.warms_up else inside
+            return list(gradients) if reducer is None else reducer.reduce(gradients)
         dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-        present = [g for g in dense if g is not None]
 
-        def average() -> list[Any]:
-            return [g for g in warmup.reduce(dense) if g is not None]
+        def means(reducer: GraphReducer | None) -> list[Any]:
+            reduced = dense if reducer is None else reducer.reduce(dense)
+            return [g for g in reduced if g is not None]
 
-        averages = tf.cond(self._clock < self.schedule.warmup_steps, average, lambda: present)
-        rest = iter(averages)
+        if warmup is None:
+            present = means(inside)
+        else:
+            warms_up = self._clock < self.schedule.warmup_steps
+            present = tf.cond(warms_up, lambda: means(warmup), lambda: means(inside))
+        rest = iter(present)
         return [None if g is None else next(rest) for g in dense]
 
     def step(self, steps: int = 1) -> None:
@@ -383,7 +425,8 @@ class LocalSteps(tf.Module):
             MismatchError: on all ranks, in the first exchange, if they train different models.
             NonFiniteGradientError: on all ranks, if the variables of one of them are not finite;
                 with nonfinite="skip" all ranks go back to the global variables instead.
-            RuntimeError: in a graph that is traced.
+            RuntimeError: in a graph that is traced; on all ranks, if `hierarchical` and one of them
+                has not called `reduce_gradients` since the last exchange.
         """
         _require_eager("step")
         self._steps.assign_add(steps)
@@ -449,6 +492,25 @@ class LocalSteps(tf.Module):
         if self.is_exchanged and not handed_out:
             self.restart()
 
+    def begin_anew(self, title: str) -> None:
+        """Go on among other ranks, from the global variables, after rank 0's were broadcast.
+
+        Args:
+            title: prefix of the names of what the ranks compare, rank 0's.
+        """
+        self.title, self._agreed = title, False
+        if self.is_exchanged:
+            return
+        if self._process_set.rank() == 0:
+            LOGGER.warning(
+                "all ranks go on from the global variables: up to %d local steps of each, since "
+                "the last exchange, are lost",
+                int(tf.reduce_max(self._moved)),
+            )
+        for number, fragment in enumerate(self._fragments):
+            self._apply_sent(number)
+            self._hand_out(fragment, number, 0.0)
+
     def _take_copies(self) -> None:
         for fragment in self._fragments:
             fragment.take_copies()
@@ -513,7 +575,7 @@ class LocalSteps(tf.Module):
 
     def _gather(self, item: Any, kind: Any) -> list[Any]:
         with tf.init_scope(), comm.explained("the exchange of local steps"):
-            return comm.gather_objects(item, kind, self._title, self._process_set)
+            return comm.gather_objects(item, kind, self.title, self._process_set)
 
     def _agree(self) -> None:
         """Compare what is trained, and how, with the other ranks, once."""
@@ -521,7 +583,7 @@ class LocalSteps(tf.Module):
             return
         buffers = [] if self._buffers is None else self._buffers.reducer.layers
         own = config_check.describe(
-            named_layers([v for fragment in self._fragments for v in fragment.sources]),
+            named_layers(self.trained),
             self.reducers[0].compressor,
             [layout for reducer in self.reducers for layout in reducer.planner.layouts],
             f"{self._settings}, buffers={[name for name, _, _ in buffers]}",
@@ -531,6 +593,9 @@ class LocalSteps(tf.Module):
         found = self._gather(own, config_check.Description)
         advice = "Give LocalSteps the same variables and arguments on all ranks"
         config_check.agree(found, self._process_set.ranks, advice)
+        if self._has_neighbours and self._inside is None:
+            inside = self.reducers[0].participants.groups.inside
+            self._inside = HostAverage(self._average_inside(inside))
         self._agreed = True
 
     def _compare(self, number: int, asked: bool) -> list[_Round]:
@@ -543,6 +608,7 @@ class LocalSteps(tf.Module):
         self._agree()
         fragment = self._fragments[number]
         digests = checksums.digests_of(fragment.reducer.ops, fragment.copies)
+        has_moved = int(self._moved[number]) > 0
         own = _Round(
             number,
             asked,
@@ -550,6 +616,7 @@ class LocalSteps(tf.Module):
             int(self._clock),
             int(self._moved[number]),
             zlib.crc32(digests.numpy().tobytes()),
+            self._inside is not None and not self._inside.is_new(number) and has_moved,
         )
         rounds: list[_Round] = self._gather(own, _Round)
         ranks = self._process_set.ranks or range(len(rounds))
@@ -569,6 +636,12 @@ class LocalSteps(tf.Module):
                 f"{ {rank: r.digest for rank, r in zip(ranks, rounds)} }. Make LocalSteps once all "
                 "ranks have equal variables, by hvd.broadcast_variables or a seed, and call "
                 "restart() on all of them after setting variables in mid-training"
+            )
+        if alone := [rank for rank, r in zip(ranks, rounds) if r.alone]:
+            raise RuntimeError(
+                "hierarchical=True averages gradients over the ranks of a host in every step, and "
+                f"rank {', '.join(map(str, alone))} has averaged none since the last exchange: "
+                "call gradients = local.reduce_gradients(gradients) before the optimizer"
             )
         return rounds
 
@@ -590,6 +663,11 @@ class LocalSteps(tf.Module):
         return self.schedule.warms_up(int(self._clock) + 1)
 
     @property
+    def averages_gradients(self) -> bool:
+        """Return True if `reduce_gradients` does something: in warm-up, or with neighbours."""
+        return self._has_neighbours or self.warms_up
+
+    @property
     def is_exchanged(self) -> bool:
         """Return True if variables are the global ones; also during warm-up."""
         return not (bool(tf.reduce_any(self._moved > 0)) or bool(tf.reduce_any(self._sent > 0)))
@@ -604,6 +682,11 @@ class LocalSteps(tf.Module):
         """Return the reducers of warm-up and of buffers, if there are any."""
         warmup = [] if self._warmup is None else [self._warmup]
         return warmup if self._buffers is None else [*warmup, self._buffers.reducer]
+
+    @property
+    def trained(self) -> list[Any]:
+        """Return the model's variables that are exchanged, by fragment."""
+        return [v for fragment in self._fragments for v in fragment.sources]
 
     @property
     def global_variables(self) -> list[list[tf.Variable]]:

@@ -211,6 +211,11 @@ class ExchangingOptimizer(StateHandler):
         self.value.load_inner(saved)
 
     def sync(self) -> None:
+        if horovod.rank() == 0 and not self.value.is_exchanged:
+            LOGGER.warning(
+                "all ranks go on from the global parameters: the local steps of each since the "
+                "last exchange are lost"
+            )
         names, number = from_root(([r.transport.name for r in self.reducers], TITLES.draw()))
         for reducer, name in zip(self.reducers, names):
             reducer.rename(name)

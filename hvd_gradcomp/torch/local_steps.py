@@ -404,6 +404,11 @@ class LocalStepsOptimizer(WrappedOptimizer):
         return [fragment.exchange for fragment in self._fragments], others
 
     @property
+    def is_exchanged(self) -> bool:
+        """Return True if parameters are the global ones; also during warm-up."""
+        return not any(fragment.moved or fragment.sent is not None for fragment in self._fragments)
+
+    @property
     def steps_taken(self) -> int:
         return self.steps_made
 

@@ -74,6 +74,11 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         """Return the steps so far, for statistics."""
 
     @property
+    def is_exchanged(self) -> bool:
+        """Return True if parameters are those of all ranks; between local steps they are not."""
+        return True
+
+    @property
     def reducers(self) -> list[Reducer]:
         """Return the reducers of disjoint layers, which make up the model."""
         return [exchange.reducer for exchange in self.exchanges[0]]

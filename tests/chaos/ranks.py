@@ -72,6 +72,7 @@ JOBS = (
         cases="Strom|dense|scaler|compressor|kill",
     ),
     Job("local steps and momenta, 2 ranks, gloo", "local_trials", 2, "gloo"),
+    Job("local steps on TensorFlow, 2 ranks, gloo", "tensorflow_local_trials", 2, "gloo"),
     Job("DistributedDataParallel, 2 ranks, gloo", "ddp_trials", 2, "gloo"),
     Job("TensorFlow, 2 ranks, gloo", "tensorflow_trials", 2, "gloo"),
     Job("TensorFlow, 2 ranks, MPI", "tensorflow_trials", 2, "mpi", cases="Strom|modes|kill"),

@@ -37,6 +37,7 @@ def survives(diaries, output, ranks):
         ((rank, norm),) = diary[-1]["lost"]
         assert rank == killed[0][0]["rank"] and norm == pytest.approx(last["norm"])
     assert f"rank {killed[0][0]['rank']} (" in output and "is lost" in output
+    assert "since the last exchange" in output and "are lost" in output
 
     # The loss falls before the kill, after it, and after another has joined.
     for name in last["losses"]:

@@ -53,6 +53,8 @@ class LocalSteps(keras.callbacks.Callback):
             exchange; otherwise they stay each rank's.
         at_epoch_end: exchange at the end of each epoch as well; the schedule begins again then.
         process_set: the ranks that take part; others train alone.
+        hierarchical: ranks of a host average their gradients in every step, dense, and hosts
+            exchange; with several ranks on a host it sets `model.jit_compile = False`.
         nonfinite: as in `hvd.LocalSteps`.
 
     Attributes:
@@ -80,6 +82,7 @@ class LocalSteps(keras.callbacks.Callback):
         average_buffers: bool = False,
         at_epoch_end: bool = True,
         process_set: Any = horovod.global_process_set,
+        hierarchical: bool = False,
         nonfinite: str | None = None,
     ) -> None:
         super().__init__()
@@ -87,14 +90,20 @@ class LocalSteps(keras.callbacks.Callback):
         self.at_epoch_end, self.process_set = at_epoch_end, process_set
         self.local: local_steps.LocalSteps | None = None
         self._average_buffers = average_buffers
-        self._options = {"outer": outer, "compression": compression, "nonfinite": nonfinite}
+        self._options = {
+            "outer": outer,
+            "compression": compression,
+            "hierarchical": hierarchical,
+            "nonfinite": nonfinite,
+        }
         self._due = False  # whether this epoch ends with an exchange, which is yet to come
-        self._averages = False  # whether the optimizer averages gradients, in warm-up
+        self._averages = False  # whether the optimizer averages gradients
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
         _callbacks[id(model)] = self
-        if self.schedule.warmup_steps and model.jit_compile:
+        reduces = self.schedule.warmup_steps or self._options["hierarchical"]
+        if reduces and model.jit_compile:
             LOGGER.warning("jit_compile=False: Horovod's collectives are no XLA operations")
             model.jit_compile = False
             model.train_function = None
@@ -131,8 +140,8 @@ class LocalSteps(keras.callbacks.Callback):
             first = self.process_set.ranks[0] if self.process_set.ranks else 0
             broadcast_variables(shared, first, self.process_set)
         local.restart_if_set()
-        if local.warms_up:
-            self._average_at_first(local)
+        if local.averages_gradients:
+            self._average_gradients(local)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         del epoch, logs
@@ -202,8 +211,8 @@ class LocalSteps(keras.callbacks.Callback):
             )
         return ""
 
-    def _average_at_first(self, local: local_steps.LocalSteps) -> None:
-        """Let the optimizer average gradients while `local` warms up; `fit` traces it anew."""
+    def _average_gradients(self, local: local_steps.LocalSteps) -> None:
+        """Let the optimizer apply what `local` makes of gradients; `fit` traces it anew."""
         optimizer = self.model.optimizer
         stock = partial(type(optimizer).apply, optimizer)
 

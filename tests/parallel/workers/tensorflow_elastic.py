@@ -1,7 +1,7 @@
 """Trains elastically: the first rank 0 is killed between two exchanges, and later one joins.
 
-`fit` trains half of a model through its optimizer, a tape in a `tf.function` the other half; one
-state holds both. Each process writes a diary; see `survival`.
+`fit` trains half of a model through its optimizer, a tape in a `tf.function` the other half, and
+local steps a second model; one state holds all. Each process writes a diary; see `survival`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from keras import layers
 
 import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp.core.compressor import is_replicated, leaves
-from hvd_gradcomp.tensorflow import DistributedGradientTape
+from hvd_gradcomp.tensorflow import DistributedGradientTape, LocalSteps, OuterSGD
 from hvd_gradcomp.tensorflow.reducers import reducer_of_variables
 from tests.parallel.workers.results import digest
 from tests.parallel.workers.survival import Diary, open_slot
 
 KILLED, AFTER_KILL, AFTER_JOIN = 9, 3, 8  # batches
+NAMES = "fit", "tape", "local"
 MSE = keras.losses.MeanSquaredError()
 
 
@@ -44,9 +45,10 @@ def state_of(reducers):
 class Watch(keras.callbacks.Callback):
     """After each batch: the tape's step, the diary, and what befalls this rank."""
 
-    def __init__(self, state, tape_step, diary, folder, first):
+    def __init__(self, state, tape_step, local_step, diary, folder, first):
         super().__init__()
         self.state, self.tape_step, self.diary = state, tape_step, diary
+        self.local_step = local_step
         self.folder, self.first = folder, first
 
     def on_train_batch_end(self, batch, logs=None):
@@ -54,10 +56,12 @@ class Watch(keras.callbacks.Callback):
         if self.first and state.batch == KILLED:
             os.kill(os.getpid(), signal.SIGKILL)
         self.tape_step(*batch_of(state.batch, hvd.rank()))
+        alone = self.local_step(*batch_of(state.batch, hvd.rank()))
+        state.local.step()
         state.batch += 1
         x, y = batch_of(-1, 0)
-        outputs = self.model(x)
-        losses = {name: float(MSE(y, z)) for name, z in zip(("fit", "tape"), outputs)}
+        outputs = *self.model(x), alone(x)
+        losses = {name: float(MSE(y, z)) for name, z in zip(NAMES, outputs)}
         self.diary.note("batch", batch=state.batch, losses=losses, **kept(state))
         if hvd.size() == 1 and state.batch == KILLED + AFTER_KILL:
             open_slot(self.folder)
@@ -109,7 +113,14 @@ def main(folder: str) -> None:
         jit_compile=False,
     )
     variables = [v.value for v in taped.weights]
-    state = hvd.elastic.KerasState(model, batch=0, joined=None)
+    alone = keras.Sequential([keras.Input((16,)), layers.Dense(24, "relu"), layers.Dense(4)])
+    inner = keras.optimizers.Adam(0.01)
+    inner.build(alone.trainable_variables)
+    averaging = {"every": 4, "outer": OuterSGD(1.0, 0.0), "optimizer": inner}
+    local = LocalSteps(
+        alone.trainable_variables, compression=hvd.SparseGDCompressor(density=0.1), **averaging
+    )
+    state = hvd.elastic.KerasState(model, batch=0, joined=None, local=local)
     first = hvd.rank() == 0 and hvd.size() == 2
     steps = []  # as they were traced
 
@@ -129,6 +140,13 @@ def main(folder: str) -> None:
             for v, g in zip(variables, tape.gradient(loss, variables)):
                 v.assign_sub(rate * g)
 
+        def local_step(x, y):
+            with tf.GradientTape() as tape:
+                loss = MSE(y, alone(x))
+            gradients = tape.gradient(loss, alone.trainable_variables)
+            inner.apply(gradients, alone.trainable_variables)
+            return alone
+
         if hvd.size() == 1:
             diary.note("stale", said=error_of(steps[0]), **kept(state))
         steps.append(tape_step)
@@ -139,7 +157,7 @@ def main(folder: str) -> None:
 
         signature = (tf.TensorSpec((16, 16)), tf.TensorSpec((16, 4)))
         data = tf.data.Dataset.from_generator(batches, output_signature=signature)
-        watch = Watch(state, tape_step, diary, folder, first)
+        watch = Watch(state, tape_step, local_step, diary, folder, first)
         callbacks = [watch, hvd.elastic.CommitStateCallback(state)]
         model.fit(
             data.map(lambda x, y: (x, (y, y))),
@@ -149,6 +167,8 @@ def main(folder: str) -> None:
         )
 
     train(state)
+    local.exchange()
+    assert local.is_exchanged
     reducer = reducer_of_variables(variables)
     diary.note(
         "end",
@@ -156,7 +176,7 @@ def main(folder: str) -> None:
         rank=hvd.rank(),
         size=hvd.size(),
         lost=state.lost,
-        parameters=digest(v.numpy() for v in model.weights),
+        parameters=digest(v.numpy() for v in (*model.weights, *alone.weights)),
         replicated=digest(x for x, shared in state_of(state._reducers()) if shared),
         steps=[int(e.steps) for e in state._reducers()],
     )

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_gradcomp.tensorflow.keras as hvd
-from hvd_gradcomp.tensorflow import DistributedGradientTape, buckets
+from hvd_gradcomp.tensorflow import DistributedGradientTape, LocalSteps, buckets
 from tests.methods import SCALECOM
 from tests.parallel.workers.results import digest, errors_of, write
 
@@ -150,13 +150,57 @@ def micro_batches():
     return fit(fitted(moments, backward_passes_per_step=2, verify_every=2), 6)
 
 
+def local_steps():
+    """Ranks of a host are equal in each step, hosts after each exchange."""
+    variables, ends, forgotten = start(), [], start()
+    rule = {"compression": STROM, "hierarchical": True}
+    local = LocalSteps(variables, 3, warmup_steps=1, **rule)
+
+    @tf.function(autograph=False)
+    def step(x):
+        with tf.GradientTape() as tape:
+            y = x
+            for variable in variables:
+                y = tf.tanh(y @ variable)
+            value = tf.reduce_mean(tf.square(y))
+        gradients = local.reduce_gradients(tape.gradient(value, variables))
+        for variable, gradient in zip(variables, gradients):
+            variable.assign_sub(0.1 * gradient)
+
+    for x in batches(7):
+        step(tf.constant(x))
+        local.step()
+        ends.append(digest(v.numpy() for v in variables))
+    hvd.verify(local)
+    model = fitted(None)
+    model.compile(keras.optimizers.Adam(0.01), "mse", jit_compile=False)
+    callback = hvd.callbacks.LocalSteps(3, at_epoch_end=False, **rule)
+    fit(model, 5, callbacks=[callback, Digests(fits := [])])
+    alone = LocalSteps(forgotten, 1, **rule)
+    said = errors_of({"forgotten": alone.step})
+    return [ends, fits], said
+
+
+class Digests(keras.callbacks.Callback):
+    """Digests of the weights after each batch."""
+
+    def __init__(self, ends):
+        super().__init__()
+        self.ends = ends
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.ends.append(digest(v.numpy() for v in self.model.trainable_variables))
+
+
 def main(folder: str) -> None:
     hvd.init(process_sets="dynamic")
     tf.config.threading.set_intra_op_parallelism_threads(1)
     buckets.BUCKET_BYTES = 6000
     skipping, _ = taped(STROM, graph=False, spoilt=(2,), nonfinite="skip")
     raising, said = taped(STROM, spoilt=(2,))
+    ends, forgotten = local_steps()
     result = {
+        "local steps": ends,
         "replicas": replicas(),
         "joined": joined(),
         "exact": exact(),
@@ -165,6 +209,7 @@ def main(folder: str) -> None:
         "micro-batches": micro_batches(),
         **trained(folder),
     }
+    result["errors"].update(forgotten)
     write(folder, hvd.rank(), result)
     hvd.allreduce(tf.constant(0.0), name="end")  # a rank that ends takes the others with it
 

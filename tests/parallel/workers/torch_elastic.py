@@ -89,7 +89,7 @@ def main(folder: str) -> None:
     optimizers["local"] = hvd.LocalSteps(
         torch.optim.Adam(models["local"].parameters(), lr=0.005),
         models["local"].named_parameters(),
-        every=3,
+        every=4,
         outer=hvd.OuterSGD(1.0, 0.0),
         compression=hvd.SparseGDCompressor(density=0.1),
     )
