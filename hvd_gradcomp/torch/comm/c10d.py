@@ -55,6 +55,7 @@ class ProcessGroup:
         self.backend = backend
         timeout = _timeout_of(group, self.device)
         self.handle: Any = dist.new_group(backend=backend, timeout=timeout, **among)
+        self.pending: weakref.WeakSet[Work] = weakref.WeakSet()
         _open.add(self)
 
     def rank(self) -> int:
@@ -66,7 +67,12 @@ class ProcessGroup:
         return len(self.ranks)
 
     def hang_up(self) -> None:
-        """Close the connections: ranks that wait for this one fail."""
+        """Close the connections: ranks that wait for this one fail.
+
+        Collectives that nobody will wait for would keep gloo's open.
+        """
+        for work in self.pending:
+            work.release()
         handle, self.handle = self.handle, None
         if handle is not None:
             dist.destroy_process_group(handle)
@@ -93,26 +99,33 @@ def _timeout_of(group: Any, device: torch.device) -> Any:
 
 
 class Work:
-    """Handle of a pending collective, and the function that shapes its result."""
+    """Handle of a pending collective of a group, and the function that shapes its result."""
 
-    def __init__(self, work: Any, shaped: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, work: Any, shaped: Callable[[], torch.Tensor], group: ProcessGroup) -> None:
         self._work, self._shaped = work, shaped
+        group.pending.add(self)
 
     @classmethod
     def of(cls, allgather: Any, tensor: torch.Tensor, group: ProcessGroup) -> Work:
         """Start an allgather; its result has one row for each rank."""
         rows = tensor.new_empty((group.size(), *tensor.shape))
         work = allgather(list(rows.unbind(0)), tensor, group=group.handle, async_op=True)
-        return cls(work, lambda: rows)
+        return cls(work, lambda: rows, group)
 
     def ready(self) -> bool:
         """Return True if `wait` would not block."""
-        return bool(self._work.is_completed())
+        return self._work is None or bool(self._work.is_completed())
 
     def wait(self) -> torch.Tensor:
         """Wait and return the result; on a GPU the current stream waits, not the host."""
+        if self._work is None:
+            raise RuntimeError("the connections were closed after an error of this rank")
         self._work.wait()
         return self._shaped()
+
+    def release(self) -> None:
+        """Let go of the collective; nothing can wait for it afterwards."""
+        self._work = None
 
 
 def out_of_step(said: dict[int, list[int]]) -> OutOfStepError:
@@ -187,13 +200,13 @@ class C10dBackend:
         else:
             total = tensor.contiguous() if donated else tensor.clone()
         work = dist.all_reduce(total, group=group.handle, async_op=True)
-        return Work(work, lambda: total if postscale == 1.0 else total.mul_(postscale))
+        return Work(work, lambda: total if postscale == 1.0 else total.mul_(postscale), group)
 
     def alltoall(self, tensor: torch.Tensor, name: str, group: ProcessGroup) -> Work:
         del name
         given, received = tensor.contiguous(), torch.empty_like(tensor)
         work = dist.all_to_all_single(received, given, group=group.handle, async_op=True)
-        return Work(work, lambda: received)
+        return Work(work, lambda: received, group)
 
     def gather(self, request: Gather, name: str, group: ProcessGroup) -> Work:
         del name
@@ -204,13 +217,13 @@ class C10dBackend:
             of = list(request.lengths)
         received = given.new_empty(sum(of))
         work = dist.all_to_all_single(received, given, of, to, group=group.handle, async_op=True)
-        return Work(work, lambda: received)
+        return Work(work, lambda: received, group)
 
     def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: ProcessGroup) -> Work:
         del name
         given = tensor.clone()
         work = dist.broadcast(given, root, group=group.handle, async_op=True)
-        return Work(work, lambda: given)
+        return Work(work, lambda: given, group)
 
     def wait(self, pending: Work) -> torch.Tensor:
         return pending.wait()
