@@ -10,6 +10,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.monitoring import verify
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
+from hvd_gradcomp.tensorflow import comm
 from hvd_gradcomp.tensorflow.reducer import GraphReducer
 from hvd_gradcomp.tensorflow.variables import plain_variable
 
@@ -32,12 +33,13 @@ def check(reducer: GraphReducer, sources: Sequence[Any]) -> None:
     compared += reducer.planner.replicated
     own_digests = digests_of(reducer.ops, [x for _, x in compared])
     process_set = reducer.process_set
-    digests = mpi_ops.allgather(
-        own_digests if reducer.participants.place else own_digests[None],
-        name=f"{reducer.name}.verify",
-        ignore_name_scope=True,
-        process_set=process_set,
-    )
+    with comm.explained("hvd.verify"):
+        digests = mpi_ops.allgather(
+            own_digests if reducer.participants.place else own_digests[None],
+            name=f"{reducer.name}.verify",
+            ignore_name_scope=True,
+            process_set=process_set,
+        )
     names = [name for name, _ in compared]
     ranks = process_set.ranks or range(process_set.size())
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,13 +36,14 @@ from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.runtime.participants import Participants
-from hvd_gradcomp.torch import dcp, ddp_checkpoint, inspection
+from hvd_gradcomp.torch import ddp_checkpoint, inspection
+from hvd_gradcomp.torch.autograd_callbacks import after_backward, backward_id
 from hvd_gradcomp.torch.bucket import Named, as_real
 from hvd_gradcomp.torch.bucketing import BucketPlanner, layers_of
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
 from hvd_gradcomp.torch.moments.tracker import track_moments
-from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor
+from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor, take_over_momentum
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.probing import Probe
 from hvd_gradcomp.torch.reducer import Reducer
@@ -271,7 +272,7 @@ class CompressionState:
         self._hooks = _watch_order(self._run.planner)
         if own is not None:
             assert optimizer is not None
-            _take_over(optimizer, MomentumTransfer(optimizer, *own), self._run)
+            take_over_momentum(optimizer, MomentumTransfer(optimizer, *own), self._run)
         self._model = weakref.ref(model)
         self._waiting: list[tuple[Any, torch.Tensor, list[Any]]] = []  # DDP's, in this step
         self._error: Exception | None = None
@@ -327,7 +328,7 @@ class CompressionState:
         pairs = _gradients(bucket)
         first = not self._waiting
         if first:
-            self._joined = not _in_backward()  # `model.join()` calls the hook where no backward is
+            self._joined = backward_id() == -1  # `model.join()` calls the hook where no backward is
         self._waiting.append((future, buffer, pairs))
         try:
             if first:
@@ -430,14 +431,14 @@ class CompressionState:
             self._run.scaling.forget()
             if self._joined:
                 raise error
-            _after_backward(lambda: _raise(error))
+            after_backward(lambda: _raise(error))
             return
         self._run.end_step()
         if self._joined or self._run.undone or model is None:
             return
         if model.find_unused_parameters or model.static_graph:
             before = [(p, gradient, p.grad, _version(p.grad)) for p, gradient in given]
-            _after_backward(lambda: _deliver(before))
+            after_backward(lambda: _deliver(before))
 
     def _fail(self, error: Exception) -> None:
         """Record an error; close the connections unless all ranks have the same error."""
@@ -546,26 +547,6 @@ def _watch_order(planner: BucketPlanner) -> list[Any]:
     return [p.register_hook(seen(name)) for name, p in named]
 
 
-def _take_over(optimizer: torch.optim.Optimizer, transfer: MomentumTransfer, run: Reducer) -> None:
-    """Take over the momentum of SGD, which steps without it; its `state_dict` still shows it."""
-
-    def copied(protocol: Any) -> Any:
-        """Restore the momentum in a copy, for a model that exchanges gradients uncompressed."""
-        del protocol
-        state = transfer.restored(torch.optim.Optimizer.__getstate__(optimizer))
-        return object.__new__, (type(optimizer),), state
-
-    def before_step(*_: Any) -> None:
-        transfer.check()
-        if not run.undone and not dcp.from_checkpoint():  # which steps to make a first state
-            transfer.decay()
-
-    vars(optimizer)["__reduce_ex__"] = copied  # where `copy` and `pickle` look for it first
-    optimizer.register_step_pre_hook(before_step)
-    optimizer.register_state_dict_post_hook(lambda _, state: transfer.restored(state))
-    optimizer.register_load_state_dict_post_hook(lambda _: transfer.take())
-
-
 class _Given:
     """Value that a hook got in place of a state; known only after the first backward has begun."""
 
@@ -599,11 +580,6 @@ class _Given:
         return compressor
 
 
-def _in_backward() -> bool:
-    """Return True if autograd runs on this thread."""
-    return bool(torch._C._current_graph_task_id() != -1)
-
-
 def _version(gradient: torch.Tensor | None) -> int:
     return -1 if gradient is None else gradient._version
 
@@ -629,9 +605,3 @@ def _deliver(before: Sequence[tuple[Any, torch.Tensor, torch.Tensor | None, int]
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def _after_backward(function: Callable[[], None]) -> None:
-    """Call a function at the end of backward, after the callback that DDP is about to queue."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(function))

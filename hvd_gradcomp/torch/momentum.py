@@ -9,13 +9,14 @@ are equal on all ranks.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.algorithms.wrappers import take_over
 from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.torch import dcp
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _VELOCITY = "decay_velocity"  # in the optimizer's state, so that it is saved and broadcast
@@ -143,3 +144,31 @@ def resolve_compressor(
     own = momentum_of(optimizer)
     compressor, gives_up = take_over(compressor, type(optimizer).__name__, own)
     return compressor, own if gives_up else None
+
+
+class Undoable(Protocol):
+    """Exchange whose last step may have been rolled back."""
+
+    undone: bool
+
+
+def take_over_momentum(
+    optimizer: torch.optim.Optimizer, transfer: MomentumTransfer, exchange: Undoable
+) -> None:
+    """Take over the momentum of SGD, which steps without it; its `state_dict` still shows it."""
+
+    def copied(protocol: Any) -> Any:
+        """Restore the momentum in a copy, for a model that exchanges gradients uncompressed."""
+        del protocol
+        state = transfer.restored(torch.optim.Optimizer.__getstate__(optimizer))
+        return object.__new__, (type(optimizer),), state
+
+    def before_step(*_: Any) -> None:
+        transfer.check()
+        if not exchange.undone and not dcp.from_checkpoint():  # which steps to make a first state
+            transfer.decay()
+
+    vars(optimizer)["__reduce_ex__"] = copied  # where `copy` and `pickle` look for it first
+    optimizer.register_step_pre_hook(before_step)
+    optimizer.register_state_dict_post_hook(lambda _, state: transfer.restored(state))
+    optimizer.register_load_state_dict_post_hook(lambda _: transfer.take())

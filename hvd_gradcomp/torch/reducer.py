@@ -427,6 +427,24 @@ class Reducer:
         self.traffic.skipped()
         return True
 
+    def undo(self, error: Exception) -> None:
+        """Roll back the exchange that has just ended, because it has failed on ranks elsewhere.
+
+        Args:
+            error: that the ranks there have found.
+
+        Raises:
+            RuntimeError: the state from before it was not kept.
+        """
+        if not self._can_discard:
+            raise RuntimeError("an exchange that cannot be rolled back; a bug in hvd_gradcomp")
+        self._can_discard = False
+        for bucket in self.buckets:
+            bucket.end(undo=True)
+        self.steps -= 1
+        self.undone = True
+        self._skip(error)
+
     @property
     def leaves_out(self) -> bool:
         """Return True if the optimizer must skip the step that was exchanged last."""

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.parallel
 # Where importing Horovod is an error.
 WORKER = (
     "import runpy, sys; sys.modules['horovod'] = None;"
-    "runpy.run_module('tests.parallel.workers.ddp_training', run_name='__main__', alter_sys=True)"
+    "runpy.run_module('tests.parallel.workers.{}', run_name='__main__', alter_sys=True)"
 )
 ALWAYS = ["every_method", "some_ranks"]
 ON_TWO = [
@@ -45,13 +45,16 @@ ON_TWO = [
 ]
 
 
-def processes(folder, ranks, *parts):
+def processes(folder, ranks, *parts, worker="ddp_training"):
     """Runs parts of the worker, and fails where a rank does, or is waited for."""
     folder.mkdir(exist_ok=True)
     variables = environment()
     running = [
         subprocess.Popen(
-            [*python("torch", variables), "-c", WORKER, str(folder), str(rank), str(ranks), *parts],
+            [
+                *(*python("torch", variables), "-c", WORKER.format(worker)),
+                *(str(folder), str(rank), str(ranks), *parts),
+            ],
             cwd=ROOT,
             env=variables,
             stdout=subprocess.PIPE,

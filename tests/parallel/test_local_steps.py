@@ -57,6 +57,7 @@ TENSORFLOW_MESSAGES = {
     "place": "rank 0 after 3 steps in exchange()",
     "distributed": "rank 1: its optimizer is distributed",
     "fit not finite": "NonFiniteGradientError",
+    "fit ends": "at_epoch_end differs",
     "fit every": "every=4",
 }
 

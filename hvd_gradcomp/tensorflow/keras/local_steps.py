@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule, OuterSGD
+from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.tensorflow import local_steps
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
 from hvd_gradcomp.tensorflow.comm import gather_objects, takes_part
@@ -181,14 +182,22 @@ class LocalSteps(keras.callbacks.Callback):
 
         Raises:
             ValueError: on all ranks, if the model of one of them cannot be trained with this.
+            MismatchError: on all ranks, if they do not all exchange at the end of an epoch.
         """
-        own = self._refusal(), 0 if self.local is None else self.local.steps_made
-        gathered = gather_objects(own, tuple[str, int], "gradcomp.fit", self.process_set)
+        made = 0 if self.local is None else self.local.steps_made
+        own = self._refusal(), made, self.at_epoch_end
+        gathered = gather_objects(own, tuple[str, int, bool], "gradcomp.fit", self.process_set)
         ranks = self.process_set.ranks or range(len(gathered))
-        found = [f"rank {rank}: {reason}" for rank, (reason, _) in zip(ranks, gathered) if reason]
+        found = [f"rank {rank}: {each[0]}" for rank, each in zip(ranks, gathered) if each[0]]
         if found:
             raise ValueError(f"callbacks.LocalSteps cannot train: {'; '.join(found[:4])}")
-        return not any(steps for _, steps in gathered)
+        if len({at_end for _, _, at_end in gathered}) > 1:
+            listed = dict(zip(ranks, (at_end for _, _, at_end in gathered)))
+            raise MismatchError(
+                f"at_epoch_end differs, by rank: {listed}. Give callbacks.LocalSteps the same "
+                "arguments on all ranks"
+            )
+        return not any(steps for _, steps, _ in gathered)
 
     def _refusal(self) -> str:
         """Return why the model cannot be trained with this; "" if it can."""

@@ -322,6 +322,9 @@ def said(rank):
             "place": other_place,
             "distributed": distributed,
             "fit not finite": spoiled_fit,
+            "fit ends": lambda: fit(
+                model_of("sgd"), [hvd_keras.callbacks.LocalSteps(4, at_epoch_end=rank > 0)]
+            ),
             "fit every": lambda: fit(
                 model_of("sgd"), [hvd_keras.callbacks.LocalSteps(2 + 2 * rank)]
             ),

@@ -1,0 +1,567 @@
+"""Gradient compression for PyTorch's `fully_shard` (FSDP2): between the replicas of each shard.
+
+    mesh = init_device_mesh("cuda", (hosts, ranks_of_a_host), mesh_dim_names=("hosts", "inside"))
+    fully_shard(model, mesh=mesh["inside"])
+    state = fsdp.compress(model, VarianceCompressor(alpha=2.0), mesh=mesh)
+
+How. `fully_shard` reduces and scatters each unit's gradient inside a host, where links are fast.
+Its all-reduce hook then has this rank's shard of the unit, flat. Our hook copies it into buckets,
+leaves zeros behind, and starts a bucket's program when its last gradient has arrived. The first
+collectives of the programs overlap with the backward of other units. After backward all programs
+run to their ends, in the same order on all ranks, and their results are added to the gradients. So
+the result is also right where a gradient was accumulated before, or has another dtype.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvd_gradcomp.checkpoint.schema import CheckpointError
+from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.layers import Layer
+from hvd_gradcomp.monitoring.stats import CompressionStats
+from hvd_gradcomp.monitoring.verify import DivergedError
+from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.runtime import config_check
+from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.torch import ddp_checkpoint, inspection
+from hvd_gradcomp.torch.autograd_callbacks import after_backward, backward_id
+from hvd_gradcomp.torch.bucketing import BucketPlanner
+from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step
+from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
+from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor, take_over_momentum
+from hvd_gradcomp.torch.options import ExchangeOptions
+from hvd_gradcomp.torch.reducer import Reducer
+from hvd_gradcomp.torch.stats_writer import StatsWriter
+from hvd_gradcomp.torch.step_sync import OutOfStepError
+
+try:
+    from torch.distributed.fsdp import FSDPModule
+except ImportError as error:
+    raise ImportError(
+        f"hvd_gradcomp.torch.fsdp needs FSDP2 with all-reduce hooks, of PyTorch 2.7 or newer; this "
+        f"is {torch.__version__}"
+    ) from error
+
+__all__ = [
+    "CheckpointError",
+    "CompressionStats",
+    "DivergedError",
+    "MismatchError",
+    "NonFiniteGradientError",
+    "OutOfStepError",
+    "ShardedCompression",
+    "StatsWriter",
+    "compress",
+    "compression_stats",
+    "describe",
+    "retrain",
+    "state_of",
+    "verify",
+]
+
+_states: weakref.WeakKeyDictionary[Any, ShardedCompression] = weakref.WeakKeyDictionary()
+
+
+def compress(model: Any, compression: Any = None, *, mesh: Any, **options: Any) -> Any:
+    """Compress the exchange between the replicas of a sharded model; all ranks of the mesh call it.
+
+    Call it once `fully_shard` was called on the model and its parts, the parameters have data and
+    are equal on the replicas of each shard, and before the first forward.
+
+    Args:
+        model: what `fully_shard` returned, over the second dimension of the mesh.
+        compression: a compressor of this package; None for none.
+        mesh: a `DeviceMesh` of two dimensions: replicas, and shards. The ranks of a replica are
+            best on one host, or wherever links are fast.
+        options: as in `ShardedCompression`.
+
+    Returns:
+        The `ShardedCompression`: keep it for checkpoints and for `stats()`.
+    """
+    return ShardedCompression(model, compression, mesh, **options)
+
+
+def state_of(model: Any) -> ShardedCompression:
+    """Return the state that compresses the gradients of a model.
+
+    Raises:
+        TypeError: nothing compresses them.
+    """
+    found = _states.get(model) if isinstance(model, FSDPModule) else None
+    if found is None:
+        raise TypeError(
+            f"nothing compresses the gradients of this {type(model).__name__}: call "
+            "fsdp.compress(model, ..., mesh=mesh) on what fully_shard(model, ...) returned"
+        )
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """This rank's part of a parameter.
+
+    Attributes:
+        name: of the parameter in the model.
+        held: FSDP's record of the parameter.
+        local: the part itself, as a parameter without a mesh.
+        padded: elements that it takes in the gradient of its unit.
+    """
+
+    name: str
+    held: Any
+    local: torch.nn.Parameter
+    padded: int
+
+    def add(self, reduced: torch.Tensor) -> None:
+        """Add a reduced gradient to what FSDP has made of zeros."""
+        parameter = self.held.sharded_param
+        if parameter.grad is not None:
+            grad = parameter.grad.to_local()
+            grad.add_(reduced.to(grad.device, grad.dtype))
+        elif reduced.any():  # nobody has used it in this step, and others have sent what they kept
+            reduced = reduced.to(self.local.dtype, copy=True)
+            parameter.grad = self.held.to_sharded_dtensor(reduced)
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters that FSDP gathers and reduces together.
+
+    Attributes:
+        shards: in FSDP's order; also those that are empty on this rank.
+    """
+
+    shards: list[Shard] = field(default_factory=list)
+
+    def cut(self, flat: torch.Tensor) -> Iterator[tuple[Shard, torch.Tensor]]:
+        """Yield the parts of a flat gradient.
+
+        Raises:
+            ValueError: it is of other parameters.
+        """
+        trained = [s for s in self.shards if s.held.sharded_param.requires_grad]
+        if sum(s.padded for s in trained) != flat.numel():
+            names = ", ".join(s.name for s in self.shards)
+            raise ValueError(
+                f"the gradient of the unit with {names} has {flat.numel():,} elements, and its "
+                f"parameters have {sum(s.padded for s in trained):,} on this rank: some had no "
+                "gradient in this step, or were frozen or thawed since fsdp.compress. Call "
+                "model.set_reduce_scatter_unused_params(True), and compress what is frozen anew"
+            )
+        start = 0
+        for shard in trained:
+            size = shard.local.numel()
+            yield shard, flat[start : start + size].view(shard.local.shape)
+            start += shard.padded
+
+
+class ShardedCompression:
+    """Compression of the exchange between the replicas of a sharded model, step by step.
+
+    Args:
+        model: what `fully_shard` returned.
+        compression: a compressor of this package; None for none. It sees each parameter's shard
+            as a layer.
+        mesh: a `DeviceMesh` of two dimensions: replicas, and shards.
+        optimizer: the SGD whose momentum a compressor with momentum correction takes over (DGC,
+            EGC, LGC). Without it, set `momentum=` of the compressor, and none of the optimizer.
+        bucket_bytes: target size of our buckets; 25 MiB if None.
+        nonfinite: policy for a step with a non-finite gradient on any rank, the same on all ranks.
+            "raise": a NonFiniteGradientError from backward. "propagate": gradients are NaN, and the
+            compressor's state is rolled back. None: "propagate" with a GradScaler, which then skips
+            the step; else "raise".
+        scaler: the `GradScaler` that scales the loss; None finds it, False for none.
+
+    The compressor's state, with a copy from before the last exchange, is of this rank's shard: with
+    more shards a rank keeps less.
+
+    Raises:
+        TypeError: the model or `compression` is something else.
+        ValueError: the mesh does not fit the model; a unit has parameters of several meshes, is
+            reduced in float16 or offloaded to the CPU; the compressor cannot take these layers.
+        MismatchError: on all ranks, if they do not train the same model in the same way.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        compression: Any = None,
+        mesh: Any = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        bucket_bytes: int | None = None,
+        nonfinite: str | None = None,
+        scaler: Any = None,
+    ) -> None:
+        _require_mesh(mesh)
+        self._replicas = ProcessGroup(mesh.get_group(0))
+        self._everybody = ProcessGroup(_whole(mesh))
+        self._place = mesh.get_local_rank(0), mesh.get_local_rank(1)
+        self._mesh = tuple(mesh.mesh.shape)
+        self._transport = C10dBackend(self._replicas, "fsdp")
+        self._steps = C10dBackend(self._everybody, "fsdp")
+        compressor: Any = compression
+        own: tuple[float, bool] | None = None
+        refused: Exception | None = None  # by this rank; the others must hear of it
+        layers: list[Layer] = []
+        try:
+            self._units = units = _units_of(model, mesh)
+            layers = [_whole_layer(s) for unit in units.values() for s in unit.shards]
+            if nonfinite not in (None, "raise", "propagate"):
+                raise ValueError(
+                    f"nonfinite must be 'raise', 'propagate' or None, got {nonfinite!r}: a hook "
+                    "cannot leave out the optimizer's step. A GradScaler does, by itself"
+                )
+            options = ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite=nonfinite, scaler=scaler)
+            compressor, own = resolve_compressor(compression, optimizer)
+            _refuse_moments(compressor)
+            self._run = self._make_reducer(compressor, options)
+        except (TypeError, ValueError) as error:
+            refused = error
+        settings = f"{bucket_bytes=}, {nonfinite=}, mesh={self._mesh}"
+        description = config_check.describe(
+            layers,
+            compressor,
+            [],
+            settings,
+            framework=f"torch {torch.__version__.partition('+')[0]}",
+            horovod=self._transport.version,
+        )
+        every = self._everybody.gather_objects(
+            {**description, "what is refused": str(refused or "nothing")}, config_check.Description
+        )
+        config_check.agree(every, self._everybody.ranks)
+        if refused:
+            raise refused
+        if own is not None:
+            assert optimizer is not None
+            take_over_momentum(optimizer, MomentumTransfer(optimizer, *own), self._run)
+        self._given: set[str] = set()  # parameters whose gradient has arrived in this step
+        self._backward = -1  # that is running, as autograd counts them
+        self._error: Exception | None = None
+        for module, unit in units.items():
+            module.set_all_reduce_hook(partial(self.take_in, unit))
+        _states[model] = self
+        inspection.know(self, self._run)
+        inspection.know(model, self._run)
+
+    def _make_reducer(self, compressor: Compressor, options: ExchangeOptions) -> Reducer:
+        shards = [s for unit in self._units.values() for s in unit.shards if s.local.numel()]
+        participants = Participants(self._replicas)
+        planner = BucketPlanner(
+            [(s.name, s.local) for s in shards],
+            compressor,
+            participants,
+            options,
+            name=self._transport.name,
+            tracking=None,
+            owners=[(s.name, s.held.sharded_param) for s in shards],
+        )
+        if not planner.ordered:
+            planner.reorder([s.name for s in shards])
+        scales = {"prescale": 1.0, "postscale": 1.0 / self._replicas.size()}
+        return Reducer(planner, self._transport, participants, options, **scales)
+
+    def __deepcopy__(self, known: dict[int, Any]) -> Any:
+        del known
+        raise TypeError("a sharded model and what compresses it cannot be copied")
+
+    # -- one step ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def take_in(self, unit: Unit, flat: torch.Tensor) -> None:
+        """Take this rank's part of a unit's gradient; leave zeros, to which the mean is added."""
+        now = backward_id()
+        try:
+            if now != self._backward:
+                self._backward = now
+                after_backward(self._finish)
+                self._begin()
+            if self._error is None:
+                for shard, gradient in unit.cut(flat):
+                    self._give(shard, gradient)
+        except Exception as error:
+            self._fail(error)
+        flat.zero_()
+
+    def _give(self, shard: Shard, gradient: torch.Tensor) -> None:
+        if getattr(shard.held.sharded_param, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"a hook waits for the gradient of {shard.name}, as for an optimizer's step in "
+                "backward: gradients are there behind backward only. Step after it"
+            )
+        if shard.name in self._given:
+            raise ValueError(
+                f"the unit with {shard.name} was reduced twice in one backward: sum its uses up by "
+                "model.set_requires_gradient_sync(False) for all but the last"
+            )
+        self._given.add(shard.name)
+        if shard.local.numel():
+            self._run.mark_ready(shard.local, gradient)
+
+    def _begin(self) -> None:
+        """Begin a step, after a check that all ranks begin the same one.
+
+        Raises:
+            OutOfStepError: on all ranks.
+        """
+        if self._everybody.handle is None:
+            raise RuntimeError(
+                "the exchange of an earlier step has failed, and what was kept is lost: start all "
+                "ranks again, from a checkpoint"
+            )
+        run = self._run
+        if run.started or self._given:  # a backward before has failed on all ranks
+            run.abort()
+            self._given.clear()
+        run.begin_step()
+        said = self._steps.gather_words([run.steps, int(run.undoes), 0], "the beginning of a step")
+        if len(set(map(tuple, said.values()))) > 1:
+            raise out_of_step(said)
+        run.planner.warn_if_unprofitable()
+
+    @torch.no_grad()
+    def _finish(self) -> None:
+        """Run all programs to their ends, and hand out the gradients; behind backward.
+
+        Raises:
+            NonFiniteGradientError: on all ranks, also if it was in another shard.
+            Exception: what has stopped this rank's exchange.
+        """
+        try:
+            if self._error is None:
+                self._exchange()
+        except Exception as found:
+            self._fail(found)
+        error, self._error, self._backward = self._error, None, -1
+        given, run = self._given, self._run
+        self._given = set()
+        for shard in (s for unit in self._units.values() for s in unit.shards):
+            if shard.local.numel() and error is None:
+                shard.add(run.reduced_grad(shard.local))
+            elif shard.name in given and shard.held.sharded_param.grad is not None:
+                shard.held.sharded_param.grad.to_local().fill_(float("nan"))
+        run.end_step()
+        if error is not None:
+            run.scaling.forget()
+            raise error
+
+    def _exchange(self) -> None:
+        run = self._run
+        for unit in self._units.values():
+            for shard in unit.shards:  # of units that nobody has used
+                if shard.name not in self._given and shard.local.numel():
+                    run.mark_ready(shard.local, None)
+        while running := run.running:
+            run.resume(running)
+            others = [e for e in run.errors if not isinstance(e, NonFiniteGradientError)]
+            if others:  # what this rank does not ask for, the others must not wait for
+                raise others[0]
+        found: NonFiniteGradientError | None = None
+        try:
+            run.end_exchange()
+        except NonFiniteGradientError as error:
+            found = error
+        bad = run.undone or found is not None
+        said = self._steps.gather_words([run.steps, int(bad), 0], "the end of a step")
+        elsewhere = [str(rank) for rank, (_, bad, _) in said.items() if bad]
+        if elsewhere and not bad:
+            found = NonFiniteGradientError(
+                f"the shard of rank {', '.join(elsewhere)} has a NaN or an infinity in its gradient"
+            )
+            if run.undoes:
+                run.undo(found)
+                found = None
+        if found is not None:
+            raise found
+
+    def _fail(self, error: Exception) -> None:
+        """Record an error; close the connections unless all ranks have the same error."""
+        self._error = error
+        if not isinstance(error, (NonFiniteGradientError, OutOfStepError)):
+            self._run.abort()
+            self._replicas.hang_up()
+            self._everybody.hang_up()
+
+    # -- what it keeps, and what it has done ---------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        """Return the number of exchanges so far."""
+        return self._run.steps
+
+    def stats(self) -> CompressionStats:
+        """Return the measured traffic between replicas, of this rank; see `CompressionStats`.
+
+        What FSDP moves inside a replica, and the checks of each step, 48 bytes, are not counted.
+        """
+        return self._run.stats()
+
+    def discard_step(self) -> None:
+        """Roll back the compressor's state, bit-exactly, to that before the last exchange.
+
+        Skips a step: call it after backward, and `zero_grad()` instead of the optimizer's step, on
+        all ranks; otherwise the next exchange is an OutOfStepError on all.
+
+        Raises:
+            RuntimeError: nothing was exchanged since the last call.
+        """
+        run = self._run
+        if not run.discard() and not (run.planner.compressor.is_linear and run.steps):
+            raise RuntimeError(
+                "discard_step() restores the state from before the last exchange: call it once, "
+                "after backward()"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the compressor's state of this rank's shard; each rank saves its own."""
+        return {**ddp_checkpoint.save(self._run), "mesh": self._mesh, "place": self._place}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Load a state of `state_dict`; on all ranks, between the same two steps.
+
+        From another replica's state of the same shard, only replicated fields are loaded.
+
+        Raises:
+            CheckpointError: it is of another format, compressor, model or mesh, or of another
+                shard.
+        """
+        mesh = saved.get("mesh") if isinstance(saved, dict) else None
+        if mesh is None or tuple(mesh) != self._mesh:
+            raise CheckpointError(
+                f"it was saved on a mesh of {mesh} (replicas, shards), here it is {self._mesh}: "
+                "what a compressor keeps belongs to its shard, and is not sharded anew. Begin "
+                "without it; parameters can be loaded all the same"
+            )
+        if tuple(saved["place"])[1] != self._place[1]:
+            raise CheckpointError(
+                f"it is of shard {tuple(saved['place'])[1]}, and this rank has shard "
+                f"{self._place[1]}: each rank saves and loads its own, in a file of its own"
+            )
+        ddp_checkpoint.load(self._run, saved)
+
+
+def _require_mesh(mesh: Any) -> None:
+    """Check that a mesh has replicas and shards.
+
+    Raises:
+        TypeError: it is no mesh.
+        ValueError: it has other dimensions, or this rank is not in it.
+    """
+    if not hasattr(mesh, "get_group"):
+        raise TypeError(f"mesh= takes a DeviceMesh, got {type(mesh).__name__}")
+    if mesh.ndim != 2:
+        raise ValueError(
+            f"mesh= takes a DeviceMesh of two dimensions, replicas and shards, got {mesh.ndim}: "
+            'init_device_mesh("cuda", (hosts, ranks_of_a_host))'
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError("this rank is not in mesh=: call fsdp.compress on its ranks alone")
+
+
+def _whole(mesh: Any) -> Any:
+    """Return a process group of all ranks of a mesh; None for all that there are."""
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if ranks == list(range(dist.get_world_size())):
+        return None
+    return dist.new_group(ranks, use_local_synchronization=True)
+
+
+def _refuse_moments(compressor: Compressor) -> None:
+    """Check that a compressor needs no moments of samples.
+
+    Raises:
+        ValueError: it does.
+    """
+    if compressor.uses_moments and getattr(compressor, "moments", "") in ("sample", "microbatch"):
+        raise ValueError(
+            "FSDP hands out the sum over a replica's samples, so moments of samples and "
+            f"micro-batches are not known: pass moments='step'. It is {compressor}"
+        )
+
+
+def _units_of(model: Any, mesh: Any) -> dict[Any, Unit]:
+    """Return the parameters of each module that `fully_shard` was called on; frozen ones left out.
+
+    Raises:
+        TypeError: the model is not sharded.
+        ValueError: it is sharded in a way that cannot be compressed.
+    """
+    if not isinstance(model, FSDPModule):
+        raise TypeError(
+            f"what fully_shard(model, ...) returned is compressed, got {type(model).__name__}"
+        )
+    names = {p: name for name, p in model.named_parameters()}
+    inside = dist.get_process_group_ranks(mesh.get_group(1))
+    units: dict[Any, Unit] = {}
+    for title, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        groups = module._get_fsdp_state()._fsdp_param_groups
+        where = f"the unit {title or 'at the root'}"
+        if len(groups) > 1:
+            raise ValueError(
+                f"{where} has parameters on several meshes, and FSDP has no all-reduce hook for "
+                "these: call fully_shard on each of them with its own mesh"
+            )
+        for group in groups:
+            _check(group, where, inside)
+            shards = [_shard(held, names) for held in group.fsdp_params]
+            units[module] = Unit([s for s in shards if s.local.requires_grad])
+    return units
+
+
+def _check(group: Any, where: str, inside: list[int]) -> None:
+    """Check that a unit's gradient can be exchanged by a hook.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    info = group.mesh_info
+    if getattr(info, "replicate_mesh_size", 1) > 1:
+        raise ValueError(
+            f"{where} is sharded over a mesh of two dimensions, so FSDP exchanges its gradients "
+            "between replicas itself, dense: call fully_shard with the second dimension alone, "
+            'mesh=mesh["inside"]'
+        )
+    found = dist.get_process_group_ranks(info.shard_process_group)
+    if sorted(found) != sorted(inside):
+        raise ValueError(
+            f"{where} is sharded over ranks {found}, and the second dimension of mesh= has "
+            f"{inside} here: pass the mesh whose second dimension fully_shard was given"
+        )
+    policy = group.mp_policy
+    for held in group.fsdp_params:
+        dtype = policy.reduce_dtype or policy.param_dtype or held.sharded_param.dtype
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"{where} is reduced in {dtype}, whose sums FSDP scales after the hook: use "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+            )
+    if group.force_sum_reduction_for_comms:
+        raise ValueError(
+            f"{where} divides after the hook: leave set_force_sum_reduction_for_comms out"
+        )
+    if any(held.offload_to_cpu for held in group.fsdp_params):
+        raise ValueError(f"{where} is offloaded to the CPU, which is not supported: leave it out")
+
+
+def _shard(held: Any, names: dict[Any, str]) -> Shard:
+    parameter = held.sharded_param
+    local = torch.nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
+    return Shard(names[parameter], held, local, held.padded_sharded_param_size.numel())
+
+
+def _whole_layer(shard: Shard) -> Layer:
+    """Return the layer of a whole parameter, which is equal on all ranks."""
+    parameter = shard.held.sharded_param
+    return shard.name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")

@@ -1,0 +1,348 @@
+"""FSDP2 on two replicas of two shards with every method, one rank of four; no Horovod."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from hvd_gradcomp import (
+    DGCCompressor,
+    Int8Compressor,
+    PowerSGDCompressor,
+    StromCompressor,
+    VarianceCompressor,
+)
+from hvd_gradcomp.checkpoint.schema import CheckpointError
+from hvd_gradcomp.monitoring.verify import DivergedError
+from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.torch import fsdp
+from hvd_gradcomp.torch.step_sync import OutOfStepError
+from tests.methods import GRADIVEQ, LGC, ONE_OF_EACH, PRODUCTS, TODAY
+
+STROM, STEPS, WIDTH, WORDS = StromCompressor(tau=0.003), 5, 18, 11
+TIMEOUT = datetime.timedelta(minutes=3)
+
+
+class Transformer(nn.Module):
+    """Two layers over characters; with a bias of 11 elements, which 2 ranks share unevenly."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        layer = (WIDTH, 2, 2 * WIDTH, 0.0)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(*layer, batch_first=True) for _ in range(2)
+        )
+        self.out, self.unused = nn.Linear(WIDTH, WORDS), nn.Linear(3, 2)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+def mesh_of():
+    return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("hosts", "in"))
+
+
+def sharded(mesh, before=None, **options):
+    torch.manual_seed(1)
+    model = Transformer()
+    for p in model.unused.parameters():
+        p.requires_grad_(False)
+    if before is not None:
+        before(model)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def wrapped(compression, before=None, of_fsdp=None, **options):
+    mesh = mesh_of()
+    model = sharded(mesh["in"], before, **(of_fsdp or {}))
+    return model, fsdp.compress(model, compression, mesh=mesh, **options)
+
+
+def loss(model, step, factor=1.0):
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    x = torch.randint(WORDS, (4, 9), generator=generator)
+    y = model(x[:, :-1]).float()
+    return factor * nn.functional.cross_entropy(y.flatten(0, 1), x[:, 1:].flatten())
+
+
+def train(model, optimizer, steps, first=0):
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        loss(model, step).backward()
+        optimizer.step()
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), 0.1, **options)
+
+
+def vector(model):
+    return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()])
+
+
+def gradients(model):
+    return torch.cat(
+        [p.grad.full_tensor().reshape(-1) for p in model.parameters() if p.grad is not None]
+    )
+
+
+def alike(x):
+    every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, x.clone())
+    assert all(torch.equal(one, every[0]) for one in every), "replicas differ"
+    assert x.isfinite().all()
+
+
+def raises(kind, text, function):
+    try:
+        function()
+    except kind as error:
+        assert text in str(error), error
+        return
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def every_method():
+    for compression in [*ONE_OF_EACH, GRADIVEQ, LGC, *TODAY[::2], *PRODUCTS]:
+        model, state = wrapped(compression, bucket_bytes=4000)
+        start = vector(model)
+        train(model, torch.optim.AdamW(model.parameters(), 0.01), STEPS)
+        alike(vector(model))
+        fsdp.verify(model)
+        assert not torch.equal(start, vector(model)), compression
+        stats = fsdp.compression_stats(model)
+        assert stats == state.stats() and stats.steps == state.steps == STEPS
+        assert stats.bytes_sent and stats.bytes_received, compression
+
+
+def dense_is_what_hybrid_sharding_does():
+    """With plain steps, sums of two backwards, passes that are summed up, and in bfloat16."""
+    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for options in ({}, {"mp_policy": narrow}, {"reshard_after_forward": False}):
+        plain = sharded(mesh_of(), **options)
+        ours, _ = wrapped(None, of_fsdp=options)
+        for model in (plain, ours):
+            train(model, sgd(model, momentum=0.9), 3)
+        torch.testing.assert_close(vector(plain), vector(ours), rtol=0, atol=1e-6)
+        found = []
+        for model in (plain, ours):
+            model.zero_grad()
+            loss(model, 5).backward()
+            loss(model, 6).backward()  # added to what is there
+            model.set_requires_gradient_sync(False)
+            loss(model, 7).backward()
+            model.set_requires_gradient_sync(True)
+            loss(model, 8).backward()
+            found.append(gradients(model))
+        torch.testing.assert_close(*found, rtol=0, atol=1e-6)
+
+
+def momentum_is_taken_over():
+    trained = []
+    for own in (True, False):
+        mesh = mesh_of()
+        model = sharded(mesh["in"])
+        given = sgd(model, momentum=0.9 if own else 0.0)
+        compression = DGCCompressor(density=0.1, momentum=None if own else 0.9)
+        fsdp.compress(model, compression, mesh=mesh, optimizer=given if own else None)
+        train(model, given, STEPS)
+        trained.append(vector(model))
+    assert torch.equal(*trained)
+
+
+def state_goes_on(folder):
+    """By each rank's own files, and by `torch.distributed.checkpoint`."""
+    rank = dist.get_rank()
+    for place, compression in enumerate((LGC, STROM, PowerSGDCompressor(rank=2))):
+        model, state = wrapped(compression)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        train(model, optimizer, 3)
+        weights, others = get_state_dict(model, optimizer)
+        parts = {"model": weights, "optimizer": others, f"own/{rank}": state.state_dict()}
+        dcp.save(parts, checkpoint_id=folder / f"dcp-{place}")
+        train(model, optimizer, 3, first=3)
+        again, other = wrapped(compression)
+        second = torch.optim.AdamW(again.parameters(), 0.01)
+        weights, others = get_state_dict(again, second)
+        parts = {"model": weights, "optimizer": others, f"own/{rank}": other.state_dict()}
+        dcp.load(parts, checkpoint_id=folder / f"dcp-{place}")
+        how = {"model_state_dict": parts["model"], "optim_state_dict": parts["optimizer"]}
+        set_state_dict(again, second, **how)
+        other.load_state_dict(parts[f"own/{rank}"])
+        train(again, second, 3, first=3)
+        assert torch.equal(vector(model), vector(again)), compression
+        assert other.steps == 6 and other.stats() == state.stats()
+    saved = state.state_dict()
+    elsewhere = {**saved, "place": (0, 1 - saved["place"][1])}
+    raises(CheckpointError, "and this rank has shard", lambda: state.load_state_dict(elsewhere))
+    resized = {**saved, "mesh": (4, 1)}
+    raises(CheckpointError, "is not sharded anew", lambda: state.load_state_dict(resized))
+
+
+def not_finite():
+    """In one shard of one replica: an error on all ranks, or a step that all leave out."""
+    for compression in (None, STROM, LGC):
+        model, state = wrapped(compression)
+        train(model, sgd(model), 2)
+        factor = float("nan") if dist.get_rank() == 1 else 1.0
+        raises(NonFiniteGradientError, "", lambda m=model, f=factor: loss(m, 3, f).backward())
+        if compression is None:
+            train(model, sgd(model), 1)  # the model is not in the middle of a step
+    trained = []
+    for enabled in (False, True):
+        model, state = wrapped(STROM)
+        scaler, optimizer = torch.amp.GradScaler("cpu", enabled=enabled), sgd(model)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            scaler.scale(loss(model, step)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        trained.append(vector(model))
+    torch.testing.assert_close(*trained, rtol=0, atol=1e-6)
+    kept = copy.deepcopy(state.state_dict())
+    # What one shard of one replica alone finds out.
+    exchange = state._run.mark_ready
+
+    def one_shard(p, gradient):
+        if dist.get_rank() == 2 and gradient is not None:
+            gradient = torch.full_like(gradient, float("inf"))
+        exchange(p, gradient)
+
+    state._run.mark_ready = one_shard
+    optimizer.zero_grad()
+    scaler.scale(loss(model, 7)).backward()
+    assert gradients(model).isnan().all()
+    scaler.step(optimizer)
+    scaler.update()
+    state._run.mark_ready = exchange
+    assert torch.equal(vector(model), trained[1])
+    assert state.stats().skipped == 1 and state.steps == STEPS
+    for one, other in zip(kept["buckets"], state.state_dict()["buckets"]):
+        assert all(torch.equal(x, other["state"][path]) for path, x in one["state"].items())
+
+
+def discarded():
+    """A step is thrown away, and training goes on as if it had never been."""
+    ends = []
+    for bad in (0, 1):
+        model, state = wrapped(STROM)
+        optimizer = sgd(model)
+        train(model, optimizer, 2)
+        for _ in range(bad):
+            optimizer.zero_grad()
+            loss(model, 99).backward()
+            state.discard_step()
+        train(model, optimizer, 2, first=2)
+        ends.append(vector(model))
+    assert torch.equal(*ends)
+    state.discard_step()
+    raises(RuntimeError, "call it once, after backward", state.discard_step)
+
+
+def unused():
+    """Parameters that are not used in some steps: zeros are exchanged for them."""
+
+    def thaw(model):
+        for p in model.unused.parameters():
+            p.requires_grad_(True)
+
+    model, state = wrapped(STROM, thaw)
+    raises(ValueError, "set_reduce_scatter_unused_params", lambda: loss(model, 0).backward())
+    raises(RuntimeError, "start all ranks again", lambda: loss(model, 0).backward())
+    model, state = wrapped(STROM, thaw)
+    model.set_reduce_scatter_unused_params(True)
+    train(model, sgd(model), STEPS)
+    alike(vector(model))
+    assert state.steps == STEPS
+
+
+def what_cannot_go():
+    rank, mesh = dist.get_rank(), mesh_of()
+    compress = fsdp.compress
+    raises(TypeError, "is compressed, got Linear", lambda: compress(nn.Linear(2, 2), mesh=mesh))
+    raises(TypeError, "takes a DeviceMesh", lambda: compress(sharded(mesh["in"]), mesh=None))
+    raises(ValueError, "of two dimensions", lambda: compress(sharded(mesh["in"]), mesh=mesh["in"]))
+    raises(ValueError, "itself, dense", lambda: compress(sharded(mesh), mesh=mesh))
+    raises(ValueError, "is sharded over ranks", lambda: compress(sharded(mesh["hosts"]), mesh=mesh))
+    half = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}
+    raises(ValueError, "reduce_dtype=torch.float32", lambda: wrapped(None, of_fsdp=half))
+    sampled = VarianceCompressor(alpha=1.0, moments="sample")
+    raises(ValueError, "pass moments='step'", lambda: wrapped(sampled))
+    raises(ValueError, "cannot leave out", lambda: wrapped(None, nonfinite="skip"))
+    raises(ValueError, "pass optimizer=", lambda: wrapped(DGCCompressor(density=0.1)))
+    raises(TypeError, "", lambda: wrapped("strom"))
+    raises(MismatchError, "compression", lambda: wrapped(StromCompressor(tau=1.0 + rank)))
+    raises(MismatchError, "settings", lambda: wrapped(None, bucket_bytes=1000 + rank))
+    one = (STROM, "strom")[rank % 2]
+    raises(MismatchError, "what is refused: nothing", lambda: wrapped(one))
+    model, state = wrapped(STROM)
+    raises(TypeError, "cannot be copied", lambda: copy.deepcopy(state))
+    raises(TypeError, "nothing compresses", lambda: fsdp.state_of(sharded(mesh["in"])))
+    assert fsdp.state_of(model) is state and "out.bias" in str(fsdp.describe(model))
+    train(model, sgd(model), 1)
+    if rank == 3:
+        with torch.no_grad():
+            model.out.bias.to_local().add_(1.0)
+    if rank in (1, 3):  # those that have this shard
+        raises(DivergedError, "out.bias", lambda: fsdp.verify(model))
+    saved = state.state_dict()
+    train(model, sgd(model), 2)
+    if rank == 0:
+        state.load_state_dict(saved)
+    raises(OutOfStepError, "different steps", lambda: loss(model, 5).backward())
+
+
+def one_fails():
+    """A rank that meets an error of its own does not leave the others waiting."""
+    model, state = wrapped(Int8Compressor())
+    train(model, sgd(model), 2)
+    if dist.get_rank() == 1:
+        state._run.buckets[0].compressor = None
+    raises(Exception, "", lambda: loss(model, 3).backward())
+    raises(RuntimeError, "start all ranks again", lambda: loss(model, 4).backward())
+
+
+def one_ends():
+    """The last part of all: a rank that is gone is an error on the others."""
+    model, _ = wrapped(STROM)
+    train(model, sgd(model), 2)
+    if dist.get_rank() != 3:
+        raises(RuntimeError, "", lambda: train(model, sgd(model), 9))
+
+
+def main():
+    folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    met = f"file://{folder}/met"
+    dist.init_process_group("gloo", met, timeout=TIMEOUT, rank=rank, world_size=size)
+    done = []
+    for name in sys.argv[4:]:
+        if name == "state_goes_on":
+            state_goes_on(folder)
+        else:
+            globals()[name]()
+        done.append(name)
+        (folder / f"{rank}.json").write_text(json.dumps(done))
+    assert not [name for name in sys.modules if name.startswith("horovod.")]
+
+
+if __name__ == "__main__":
+    main()
