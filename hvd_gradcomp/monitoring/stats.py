@@ -40,8 +40,9 @@ class CompressionStats:
         seconds_waited: seconds, since this process made the optimizer, in which its steps stood
             still for the data of exchanges: what neither backward nor `delay=` hides. What a rank
             waits until others begin a step is not in it, nor what a GPU waits for while the host
-            goes on (NCCL). None on TensorFlow, whose graphs wait by themselves. It does not count
-            where readings are compared.
+            goes on (NCCL). None on TensorFlow, whose graphs wait by themselves; for its
+            `LocalSteps` that of exchanges, compressing included. It does not count where readings
+            are compared.
     """
 
     steps: int = 0

@@ -7,6 +7,7 @@ outer optimizer is its formula, in variables that a checkpoint keeps.
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -235,6 +236,7 @@ class LocalSteps(tf.Module):
     Attributes:
         schedule: of the exchanges.
         title: prefix of the names of what the ranks compare.
+        seconds_waited: in which steps stood still for exchanges, compressing included.
         learning_rate: of the outer optimizer, a variable; assign the same on all ranks.
 
     Memory: a copy of the variables, the outer momentum, and what the compressor keeps. With a delay
@@ -295,6 +297,7 @@ class LocalSteps(tf.Module):
             f"nonfinite={options.nonfinite}"
         )
         self._process_set, self._agreed = process_set, False
+        self.seconds_waited = 0.0
         numbers = _titles.setdefault(process_set.process_set_id, UniqueNames("gradcomp.local"))
         self.title = f"{numbers.take()}.{process_set.process_set_id}"
         layers = _exchangeable(variables)
@@ -519,6 +522,7 @@ class LocalSteps(tf.Module):
     def _reduce(self, number: int) -> list[Any] | None:
         """Reduce a fragment's pseudogradients; None if those of some rank are not finite."""
         fragment = self._fragments[number]
+        begin = time.perf_counter()
         try:
             means = fragment.reducer.reduce(fragment.pseudogradients())
         except NonFiniteGradientError as error:
@@ -527,6 +531,8 @@ class LocalSteps(tf.Module):
                 "local steps. Look for what made them so; with nonfinite='skip' all ranks go back "
                 "to the global variables"
             ) from error
+        finally:
+            self.seconds_waited += time.perf_counter() - begin
         return means if bool(fragment.reducer.finite) else None
 
     def _put_aside(self, number: int, means: Sequence[Any] | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -55,7 +56,8 @@ def reader_of(source: Any) -> Callable[[], CompressionStats]:
 
 def _stats_of_local_steps(local: LocalSteps) -> CompressionStats:
     parts, beside = map(stats_of, local.reducers), map(stats_of, local.others)
-    return combined([*parts], [*beside], local.steps_made)
+    found = combined([*parts], [*beside], local.steps_made)
+    return replace(found, seconds_waited=local.seconds_waited)
 
 
 def stats_of(reducer: GraphReducer) -> CompressionStats:
