@@ -14,7 +14,6 @@ the result is also right where a gradient was accumulated before, or has another
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core.compressor import Compressor
@@ -43,13 +43,12 @@ from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.stats_writer import StatsWriter
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 
-try:
-    from torch.distributed.fsdp import FSDPModule
-except ImportError as error:
+FSDPModule: Any = getattr(torch.distributed.fsdp, "FSDPModule", None)
+if not hasattr(FSDPModule, "set_all_reduce_hook"):
     raise ImportError(
-        f"hvd_gradcomp.torch.fsdp needs FSDP2 with all-reduce hooks, of PyTorch 2.7 or newer; this "
+        "hvd_gradcomp.torch.fsdp needs FSDP2 with all-reduce hooks, of PyTorch 2.7 or newer; this "
         f"is {torch.__version__}"
-    ) from error
+    )
 
 __all__ = [
     "CheckpointError",
@@ -67,8 +66,6 @@ __all__ = [
     "state_of",
     "verify",
 ]
-
-_states: weakref.WeakKeyDictionary[Any, ShardedCompression] = weakref.WeakKeyDictionary()
 
 
 def compress(model: Any, compression: Any = None, *, mesh: Any, **options: Any) -> Any:
@@ -96,13 +93,16 @@ def state_of(model: Any) -> ShardedCompression:
     Raises:
         TypeError: nothing compresses them.
     """
-    found = _states.get(model) if isinstance(model, FSDPModule) else None
-    if found is None:
-        raise TypeError(
-            f"nothing compresses the gradients of this {type(model).__name__}: call "
-            "fsdp.compress(model, ..., mesh=mesh) on what fully_shard(model, ...) returned"
-        )
-    return found
+    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
+    sharded = [module for module in modules if isinstance(module, FSDPModule)]
+    for group in (group for module in sharded for group in _groups_of(module)):
+        found = getattr(getattr(group._all_reduce_hook, "func", None), "__self__", None)
+        if isinstance(found, ShardedCompression):
+            return found
+    raise TypeError(
+        f"nothing compresses the gradients of this {type(model).__name__}: call "
+        "fsdp.compress(model, ..., mesh=mesh) on what fully_shard(model, ...) returned"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,8 +214,9 @@ class ShardedCompression:
         refused: Exception | None = None  # by this rank; the others must hear of it
         layers: list[Layer] = []
         try:
-            self._units = units = _units_of(model, mesh)
-            layers = [_whole_layer(s) for unit in units.values() for s in unit.shards]
+            units = _units_of(model, mesh)
+            self._shards = [s for unit in units.values() for s in unit.shards]
+            layers = [_whole_layer(s) for s in self._shards]
             if nonfinite not in (None, "raise", "propagate"):
                 raise ValueError(
                     f"nonfinite must be 'raise', 'propagate' or None, got {nonfinite!r}: a hook "
@@ -250,12 +251,11 @@ class ShardedCompression:
         self._error: Exception | None = None
         for module, unit in units.items():
             module.set_all_reduce_hook(partial(self.take_in, unit))
-        _states[model] = self
         inspection.know(self, self._run)
         inspection.know(model, self._run)
 
     def _make_reducer(self, compressor: Compressor, options: ExchangeOptions) -> Reducer:
-        shards = [s for unit in self._units.values() for s in unit.shards if s.local.numel()]
+        shards = [s for s in self._shards if s.local.numel()]
         participants = Participants(self._replicas)
         planner = BucketPlanner(
             [(s.name, s.local) for s in shards],
@@ -345,7 +345,7 @@ class ShardedCompression:
         error, self._error, self._backward = self._error, None, -1
         given, run = self._given, self._run
         self._given = set()
-        for shard in (s for unit in self._units.values() for s in unit.shards):
+        for shard in self._shards:
             if shard.local.numel() and error is None:
                 shard.add(run.reduced_grad(shard.local))
             elif shard.name in given and shard.held.sharded_param.grad is not None:
@@ -357,10 +357,9 @@ class ShardedCompression:
 
     def _exchange(self) -> None:
         run = self._run
-        for unit in self._units.values():
-            for shard in unit.shards:  # of units that nobody has used
-                if shard.name not in self._given and shard.local.numel():
-                    run.mark_ready(shard.local, None)
+        for shard in self._shards:
+            if shard.name not in self._given and shard.local.numel():
+                run.mark_ready(shard.local, None)  # nobody has used its unit
         while running := run.running:
             run.resume(running)
             others = [e for e in run.errors if not isinstance(e, NonFiniteGradientError)]
@@ -506,7 +505,7 @@ def _units_of(model: Any, mesh: Any) -> dict[Any, Unit]:
     for title, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        groups = module._get_fsdp_state()._fsdp_param_groups
+        groups = _groups_of(module)
         where = f"the unit {title or 'at the root'}"
         if len(groups) > 1:
             raise ValueError(
@@ -518,6 +517,15 @@ def _units_of(model: Any, mesh: Any) -> dict[Any, Unit]:
             shards = [_shard(held, names) for held in group.fsdp_params]
             units[module] = Unit([s for s in shards if s.local.requires_grad])
     return units
+
+
+def _groups_of(module: Any) -> list[Any]:
+    """Return FSDP's records of a module's own unit: one, or none without parameters."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # before PyTorch 2.10 or so there could be one
+        groups = [g for g in (state._fsdp_param_group,) if g is not None]
+    return list(groups)
 
 
 def _check(group: Any, where: str, inside: list[int]) -> None:
@@ -547,7 +555,7 @@ def _check(group: Any, where: str, inside: list[int]) -> None:
                 f"{where} is reduced in {dtype}, whose sums FSDP scales after the hook: use "
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
             )
-    if group.force_sum_reduction_for_comms:
+    if getattr(group, "force_sum_reduction_for_comms", False):
         raise ValueError(
             f"{where} divides after the hook: leave set_force_sum_reduction_for_comms out"
         )
