@@ -1,0 +1,192 @@
+"""Step of a sharded transformer: `fsdp.compress` beside FSDP2's own hybrid sharding.
+
+    python -m benchmarks.fsdp                       # two replicas of two shards, on this machine
+    python -m benchmarks.fsdp --rate 1gbit          # as root: a replica on each of two hosts
+    python -m benchmarks.fsdp --json fsdp.json
+
+Two hosts are network namespaces with real sockets between them (`benchmarks.rig`); four ranks share
+the cores of this machine, a thread each, over gloo. Ways take turns. `ms` is the median of a step:
+forward, backward, and a step of SGD, on noise; `/ stock` divides it by that of hybrid sharding.
+Bytes are those that a rank sends to the other replica; a dense ring allreduce between two sends as
+many as a shard has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import hvd_gradcomp
+from hvd_gradcomp.torch import fsdp
+
+HOSTS, INSIDE, MARK = 2, 2, "FSDP "
+STOCK = "hybrid sharding"
+WAYS = (
+    STOCK,
+    "NoneCompressor()",
+    "BF16Compressor()",
+    "QSGDCompressor(bits=4)",
+    "DGCCompressor(density=0.01, momentum=0.0)",
+    "ChunkedTopKCompressor()",
+    "PowerSGDCompressor(rank=4)",
+)
+WIDTH, LAYERS, LENGTH, BATCH = 256, 4, 32, 4
+ROUNDS, FIRST = 15, 5  # steps that are measured, after so many
+
+Row = dict[str, Any]
+
+
+class Transformer(nn.Module):
+    """Transformer over noise; 3.2 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, batch_first=True)
+            for _ in range(LAYERS)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Training:
+    """A model that is trained in one way.
+
+    Args:
+        way: of `WAYS`.
+        mesh: replicas and shards.
+    """
+
+    def __init__(self, way: str, mesh: Any) -> None:
+        torch.manual_seed(1)
+        self.model: Any = Transformer()
+        inside = mesh if way == STOCK else mesh["inside"]
+        for layer in self.model.layers:
+            fully_shard(layer, mesh=inside)
+        fully_shard(self.model, mesh=inside)
+        self.bytes_sent: Callable[[], int] = lambda: 0
+        if way != STOCK:
+            state = fsdp.compress(self.model, eval(way, vars(hvd_gradcomp)), mesh=mesh)
+            self.bytes_sent = lambda: state.stats().bytes_sent
+        self._optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
+        self._generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def step(self) -> float:
+        """Make a step; return its milliseconds."""
+        x = torch.randn(BATCH, LENGTH, WIDTH, generator=self._generator)
+        dist.barrier()
+        begin = time.perf_counter()
+        self._optimizer.zero_grad()
+        self.model(x).square().mean().backward()
+        self._optimizer.step()
+        return 1e3 * (time.perf_counter() - begin)
+
+
+def measured() -> list[Row]:
+    """Return a row for each way; all ranks call it."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (HOSTS, INSIDE), mesh_dim_names=("hosts", "inside"))
+    trainings = {way: Training(way, mesh) for way in WAYS}
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for turn in range(FIRST + ROUNDS):
+        for way, training in trainings.items():
+            took = training.step()
+            if turn >= FIRST:
+                times[way].append(took)
+    stock = statistics.median(times[STOCK])
+    shard = sum(p.to_local().numel() for p in trainings[STOCK].model.parameters())
+    rows = []
+    for way, training in trainings.items():
+        ms = statistics.median(times[way])
+        sent = training.bytes_sent() / (FIRST + ROUNDS) if way != STOCK else 4 * shard
+        rows.append({"way": way, "ms": ms, "of_stock": ms / stock, "bytes_a_step": sent})
+    return rows
+
+
+def spawned(rank: int, folder: str) -> None:
+    """Measure as one of the processes of this machine; rank 0 writes the rows."""
+    world = HOSTS * INSIDE
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
+    rows = measured()
+    if rank == 0:
+        Path(folder, "rows.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_hosts(rate: str) -> list[Row]:
+    """Measure with a replica on each host.
+
+    Raises:
+        HostsError: hosts cannot be made here.
+        JobError: the ranks have failed.
+    """
+    from benchmarks.rig import Hosts
+
+    with Hosts(HOSTS, rate) as hosts:
+        command = ["python", "-m", "benchmarks.fsdp", "--rank"]
+        output = hosts.horovodrun(command, ranks_per_host=INSIDE)
+    (line,) = (line for line in output.splitlines() if MARK in line)
+    rows: list[Row] = json.loads(line.partition(MARK)[2])
+    return rows
+
+
+def as_rank() -> None:
+    """Measure as one of Horovod's ranks; rank 0 prints the rows."""
+    import hvd_gradcomp.torch as hvd
+    from benchmarks.papers.hook import connect
+
+    hvd.init()
+    connect()
+    rows = measured()
+    if hvd.rank() == 0:
+        print(MARK + json.dumps(rows), flush=True)
+    hvd.barrier()
+    hvd.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fsdp", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--rate", help="of the link between two hosts, such as 1gbit; as root")
+    parser.add_argument("--json", type=Path, help="where the rows go")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank:
+        as_rank()
+        return
+    if given.rate:
+        rows = on_hosts(given.rate)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(spawned, (folder,), HOSTS * INSIDE)
+            rows = json.loads(Path(folder, "rows.json").read_text())
+    where = f"two hosts at {given.rate}" if given.rate else "this machine"
+    print(f"{HOSTS} replicas of {INSIDE} shards on {where}, {os.cpu_count()} cores, gloo\n")
+    print("| way | ms a step | / stock | bytes a step |\n|---|--:|--:|--:|")
+    for row in rows:
+        ms, ratio = f"{row['ms']:,.1f}", f"{row['of_stock']:.2f}"
+        print(f"| {row['way']} | {ms} | {ratio} | {row['bytes_a_step']:,.0f} |")
+    if given.json:
+        given.json.write_text(json.dumps({"where": where, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
