@@ -237,14 +237,9 @@ class CompressionState:
         own: tuple[float, bool] | None = None
         refused: Exception | None = None  # by this rank; the others must hear of it
         try:
-            if nonfinite not in (None, "raise", "propagate"):
-                raise ValueError(
-                    f"nonfinite must be 'raise', 'propagate' or None, got {nonfinite!r}: a hook "
-                    "cannot leave out the optimizer's step. A GradScaler does, by itself"
-                )
             options = ExchangeOptions(
                 backward_passes_per_step, batch_size, bucket_bytes, nonfinite, rollback, scaler
-            )
+            ).for_hook()
             if isinstance(compression, _Given):
                 compression = compression.compressor()
             compressor, own = resolve_compressor(compression, optimizer)

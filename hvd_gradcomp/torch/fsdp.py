@@ -15,7 +15,7 @@ the result is also right where a gradient was accumulated before, or has another
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -132,7 +132,7 @@ class Shard:
             parameter.grad = self.held.to_sharded_dtensor(reduced)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Unit:
     """Parameters that FSDP gathers and reduces together.
 
@@ -140,7 +140,7 @@ class Unit:
         shards: in FSDP's order; also those that are empty on this rank.
     """
 
-    shards: list[Shard] = field(default_factory=list)
+    shards: list[Shard]
 
     def cut(self, flat: torch.Tensor) -> Iterator[tuple[Shard, torch.Tensor]]:
         """Yield the parts of a flat gradient.
@@ -217,12 +217,9 @@ class ShardedCompression:
             units = _units_of(model, mesh)
             self._shards = [s for unit in units.values() for s in unit.shards]
             layers = [_whole_layer(s) for s in self._shards]
-            if nonfinite not in (None, "raise", "propagate"):
-                raise ValueError(
-                    f"nonfinite must be 'raise', 'propagate' or None, got {nonfinite!r}: a hook "
-                    "cannot leave out the optimizer's step. A GradScaler does, by itself"
-                )
-            options = ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite=nonfinite, scaler=scaler)
+            options = ExchangeOptions(
+                bucket_bytes=bucket_bytes, nonfinite=nonfinite, scaler=scaler
+            ).for_hook()
             compressor, own = resolve_compressor(compression, optimizer)
             _refuse_moments(compressor)
             self._run = self._make_reducer(compressor, options)
@@ -297,7 +294,7 @@ class ShardedCompression:
         if getattr(shard.held.sharded_param, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"a hook waits for the gradient of {shard.name}, as for an optimizer's step in "
-                "backward: gradients are there behind backward only. Step after it"
+                "backward: gradients are there only after backward. Step then"
             )
         if shard.name in self._given:
             raise ValueError(
@@ -331,7 +328,7 @@ class ShardedCompression:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Run all programs to their ends, and hand out the gradients; behind backward.
+        """Run all programs to their ends, and hand out the gradients, after backward.
 
         Raises:
             NonFiniteGradientError: on all ranks, also if it was in another shard.

@@ -39,3 +39,16 @@ class ExchangeOptions:
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
         validate.count("backward_passes_per_step", self.passes, low=1)
+
+    def for_hook(self) -> ExchangeOptions:
+        """Return the same, for a hook of PyTorch's, which cannot leave out a step.
+
+        Raises:
+            ValueError: the policy for non-finite gradients does so.
+        """
+        if self.nonfinite not in (None, "raise", "propagate"):
+            raise ValueError(
+                f"nonfinite must be 'raise', 'propagate' or None, got {self.nonfinite!r}: a hook "
+                "cannot leave out the optimizer's step. A GradScaler does, by itself"
+            )
+        return self

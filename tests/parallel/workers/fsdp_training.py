@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import datetime
 import json
 import sys
 from pathlib import Path
@@ -30,9 +29,9 @@ from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.torch import fsdp
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 from tests.methods import GRADIVEQ, LGC, ONE_OF_EACH, PRODUCTS, TODAY
+from tests.parallel.workers.ddp_training import TIMEOUT, alike, raises
 
 STROM, STEPS, WIDTH, WORDS = StromCompressor(tau=0.003), 5, 18, 11
-TIMEOUT = datetime.timedelta(minutes=3)
 
 
 class Transformer(nn.Module):
@@ -102,22 +101,6 @@ def gradients(model):
     return torch.cat(
         [p.grad.full_tensor().reshape(-1) for p in model.parameters() if p.grad is not None]
     )
-
-
-def alike(x):
-    every = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, x.clone())
-    assert all(torch.equal(one, every[0]) for one in every), "replicas differ"
-    assert x.isfinite().all()
-
-
-def raises(kind, text, function):
-    try:
-        function()
-    except kind as error:
-        assert text in str(error), error
-        return
-    raise AssertionError(f"no {kind.__name__}")
 
 
 def every_method():
