@@ -6,14 +6,15 @@
     python -m benchmarks.codecs --undo           # what `nonfinite="skip"` costs, with a scaler too
 
 A row is one rank's encode (all buckets) and decoding the payloads of `--ranks` ranks, at a point
-of `benchmarks.points`. `copies` is their sum over one `out.copy_(g)` of the whole gradient, which
-takes turns with them: the median over steps after the payloads have their size, and beside it the
-`worst` of the first 30 steps (each step's median over three beginnings). `speedup` is how much
-faster encode is with `--threads` threads, which take turns with one; no walk over memory gains more
-than a copy does, which is said below the table. `pack` is laying the gradients
-of 161 layers into the buckets, which Horovod's own fusion buffer does as well; it is not part of
-`copies`. `extra` is the largest memory beyond state, gradient and result, in buckets; `calls` are
-framework operator calls per step (on a GPU: the kernels and copies that were launched).
+of `benchmarks.points`; handing payloads over is not part of it, in no round. `copies` is their sum
+over one `out.copy_(g)` of the whole gradient, which takes turns with them: the median over steps
+after the payloads have their size, and beside it the `worst` of the first 30 steps (each step's
+median over three beginnings). `speedup` is how much faster encode is with `--threads` threads,
+which take turns with one; no walk over memory gains more than a copy does, which is said below the
+table. `pack` is laying the gradients of 161 layers into the buckets, which Horovod's own fusion
+buffer does as well; it is not part of `copies`. `extra` is the largest memory beyond state,
+gradient and result, in buckets; `calls` are framework operator calls per step (on a GPU: the
+kernels and copies that were launched).
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ class Step:
         self.programs: list[Any] = []
         self.bytes = self.collectives = 0  # that this rank handed over so far, and how many
         self.total: Any = None
+        self.replying = 0.0  # seconds within `decode` that the place of a transport took
 
     @property
     def sent(self) -> int:
@@ -180,7 +182,10 @@ class Step:
         request = self._advance(bucket, reply)
         while request is not None:
             self.requests[bucket] = request
-            request = self._advance(bucket, self.reply(bucket))
+            start = _clock(self.device)
+            reply = self.reply(bucket)
+            self.replying += _clock(self.device) - start
+            request = self._advance(bucket, reply)
         return self.total
 
 
@@ -223,8 +228,9 @@ def take(step: Step, threads: int = 1) -> Turn:
         encode += _clock(device) - start
         reply = step.reply(bucket)
         start = _clock(device)
+        step.replying = 0.0
         results.append(step.decode(bucket, reply))
-        decode += _clock(device) - start
+        decode += _clock(device) - start - step.replying
     torch.set_num_threads(1)
     step.step += 1
     return Turn(marks[1] - marks[0], marks[2] - marks[1], encode, decode)

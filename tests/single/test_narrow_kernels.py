@@ -126,6 +126,39 @@ def test_codes_and_what_they_are_coded_by(framework, count, size):
 
 @pytest.mark.parametrize("framework", frameworks())
 @pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 9])
+def test_sums_of_few_ranks_and_of_many(framework, count, ranks):
+    """Of few in one pass, past the caches if there is much; groups begin at whole words or not."""
+    both, ops, size = Both(framework), TorchOps(static=True), 270_001
+    weights = torch.linspace(-0.5, 1.0, ranks)
+    rows = [noise(size, seed) for seed in range(ranks)]
+    whole = RowGroups((RowGroup(32, size // 256 - 1, 256), RowGroup(size - 70, 1, 69)))
+    with threads(count):
+        for groups in (groups_of(size), whole):
+            floats = torch.stack([ops.encode_floats(groups, x, None, 16, None) for x in rows])
+            scales, levels = map(
+                torch.stack, zip(*(ops.encode_peaks(groups, x, 8, None) for x in rows))
+            )
+            units, narrow = map(
+                torch.stack, zip(*(ops.encode_e4m3(groups, x, False) for x in rows))
+            )
+            for base in (None, noise(size, 11)):
+                room = torch.empty_like(rows[0]).fill_(7.0)
+                for name, *given in (
+                    ("add_floats", floats, None, 16, weights),
+                    ("add_floats", narrow, units, 8, weights),
+                    ("add_levels", levels, scales, 8, weights),
+                ):
+                    ours = both(name, groups, base, room, *given)
+                    theirs = plain(name)(ops, groups, base, room, *given)
+                    # Padding of the base keeps the sign of a zero.
+                    assert torch.equal(ours, theirs), name
+                    if base is None:
+                        assert same(ours, theirs), name
+
+
+@pytest.mark.parametrize("framework", frameworks())
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("lengths", [(4,), (3, 1), (0, 8, 4), (30, 400_002), (4, 5_000_000, 40)])
 def test_frames(framework, count, lengths):
     both, ops = Both(framework), TorchOps(static=True)

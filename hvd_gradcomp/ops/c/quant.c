@@ -253,19 +253,22 @@ AVX2 static void pack_avx2(const uint8_t *codes, int64_t n, int bits,
     v = _mm256_xor_si256(v, _mm256_xor_si256(differ, _mm256_slli_epi64(differ, shift)));     \
   } while (0)
 
-/* Of eight planes: eight codes are a square of 64 bits, which is transposed. */
-AVX2 static void unpack_bytes_avx2(const uint32_t *words, int64_t n, uint8_t *codes) {
+/* 32 codes of eight planes: eight codes are a square of 64 bits, which is transposed. */
+AVX2 static inline __m256i codes_of_bytes(const uint32_t *words) {
   const __m256i planes = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4,
                                           8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m256i squares = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  for (int64_t i = 0; i < n; i += GROUP) {
-    __m256i v = _mm256_loadu_si256((const __m256i *)(words + i / 4));
-    v = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(v, planes), squares);
-    SWAP(v, 7, 0x00aa00aa00aa00aall);
-    SWAP(v, 14, 0x0000cccc0000ccccll);
-    SWAP(v, 28, 0x00000000f0f0f0f0ll);
-    _mm256_storeu_si256((__m256i *)(codes + i), v);
-  }
+  __m256i v = _mm256_loadu_si256((const __m256i *)words);
+  v = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(v, planes), squares);
+  SWAP(v, 7, 0x00aa00aa00aa00aall);
+  SWAP(v, 14, 0x0000cccc0000ccccll);
+  SWAP(v, 28, 0x00000000f0f0f0f0ll);
+  return v;
+}
+
+AVX2 static void unpack_bytes_avx2(const uint32_t *words, int64_t n, uint8_t *codes) {
+  for (int64_t i = 0; i < n; i += GROUP)
+    _mm256_storeu_si256((__m256i *)(codes + i), codes_of_bytes(words + i / 4));
 }
 
 AVX2 static void unpack_avx2(const uint32_t *words, int64_t n, int bits,
@@ -341,9 +344,26 @@ FAST void from_bit_planes(const int64_t *planes, int64_t m, int bits, int64_t *g
   }
 }
 
+#define SIDE_BY_SIDE 64 /* words that are summed at the same time */
+
+/* With the sums of each lane after each row in `later`, no word is multiplied: a word in row k of n
+ * is in n - k of them.
+ */
 FAST static uint32_t weighted(const uint32_t *words, int64_t n, int64_t place) {
+  uint32_t sums[SIDE_BY_SIDE] = {0}, later[SIDE_BY_SIDE] = {0};
   uint32_t sum = 0, first = (uint32_t)(2 * place + 17);
-  for (int64_t i = 0; i < n; i++) sum += words[i] * (first + 2 * (uint32_t)i);
+  int64_t rows = n / SIDE_BY_SIDE;
+  for (int64_t row = 0; row < rows; row++, words += SIDE_BY_SIDE)
+    for (int lane = 0; lane < SIDE_BY_SIDE; lane++) {
+      sums[lane] += words[lane];
+      later[lane] += sums[lane];
+    }
+  for (int lane = 0; lane < SIDE_BY_SIDE; lane++) {
+    uint32_t by_row = (uint32_t)rows * sums[lane] - later[lane];
+    sum += (first + 2 * (uint32_t)lane) * sums[lane] + 2 * SIDE_BY_SIDE * by_row;
+  }
+  first += 2 * SIDE_BY_SIDE * (uint32_t)rows;
+  for (int64_t i = 0; i < n % SIDE_BY_SIDE; i++) sum += words[i] * (first + 2 * (uint32_t)i);
   return sum;
 }
 
@@ -1044,6 +1064,53 @@ static void end_chunk(const float *total, float *out, int64_t begin, int64_t end
   if (total != out + begin) write_past(out + begin, total, 4 * (end - begin));
 }
 
+#ifdef __x86_64__
+#define FEW 8 /* ranks whose codes are read side by side */
+
+/* Stores eight, past the caches if `past`: `to` is a multiple of 32 bytes then. */
+AVX2 static inline void store_eight(float *to, __m256 x, int past) {
+  if (past)
+    _mm256_stream_ps(to, x);
+  else
+    _mm256_storeu_ps(to, x);
+}
+
+/* [from, to) of a group of 8-bit levels: out = base + the sum over a few ranks. */
+AVX2 static void sum_levels_avx2(const float *base, float *out, int64_t from, int64_t to,
+                                 int64_t ranks, const uint32_t *words, int64_t stride, int levels,
+                                 const float *units, const float *weights, int past) {
+  const __m256i middle = _mm256_set1_epi32(levels);
+  int64_t at = from;
+  past = past && (uintptr_t)(out + from) % 32 == 0;
+  for (; at % GROUP == 0 && at + GROUP <= to; at += GROUP) {
+    __m256 sums[4];
+    for (int part = 0; part < 4; part++)
+      sums[part] = base ? _mm256_loadu_ps(base + at + 8 * part) : _mm256_setzero_ps();
+    for (int64_t rank = 0; rank < ranks; rank++) {
+      const __m256 unit = _mm256_set1_ps(units[rank]), weight = _mm256_set1_ps(weights[rank]);
+      uint8_t codes[GROUP];
+      _mm256_storeu_si256((__m256i *)codes, codes_of_bytes(words + rank * stride + at / 4));
+      for (int part = 0; part < 4; part++) {
+        const __m128i eight = _mm_loadl_epi64((const __m128i *)(codes + 8 * part));
+        __m256 value = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_cvtepu8_epi32(eight), middle));
+        value = _mm256_mul_ps(_mm256_mul_ps(value, unit), weight);
+        sums[part] = _mm256_add_ps(sums[part], value);
+      }
+    }
+    for (int part = 0; part < 4; part++) store_eight(out + at + 8 * part, sums[part], past);
+  }
+  for (int64_t end; at < to; at = end) {
+    end = at / GROUP * GROUP + GROUP < to ? at / GROUP * GROUP + GROUP : to;
+    begin_sum(out, base, at, end);
+    for (int64_t rank = 0; rank < ranks; rank++) {
+      uint8_t codes[GROUP];
+      unpack_bytes_avx2(words + rank * stride + at / GROUP * 8, GROUP, codes);
+      add_level_values(out + at, codes + at % GROUP, end - at, units[rank], levels, weights[rank]);
+    }
+  }
+}
+#endif
+
 /* out = base + the sum over ranks, rank by rank; strides in words and floats. */
 void add_levels(const band *bands, int64_t count, const float *base, float *out, int64_t n,
                 int64_t ranks, const uint32_t *words, int64_t word_stride, const float *scale,
@@ -1055,6 +1122,25 @@ void add_levels(const band *bands, int64_t count, const float *base, float *out,
     float room[CHUNK];
     int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
     walk w = walk_from(bands, count, begin);
+#ifdef __x86_64__
+    if (bits == 8 && ranks <= FEW && __builtin_cpu_supports("avx2")) {
+      int past = base != out && 4 * n >= MUCH;
+      int64_t from, to, group, done = begin;
+      for (int more = 1; more == 1; done = more ? to : stop) {
+        float units[FEW];
+        more = next_piece(&w, begin, stop, &from, &to, &group);
+        begin_sum(out, base, done, more ? from : stop);
+        for (int64_t rank = 0; more && rank < ranks; rank++) {
+          float own = scale[rank * scale_stride + group];
+          units[rank] = own >= TINY ? own * (float)(1.0 / levels) : 0.0f;
+        }
+        if (more)
+          sum_levels_avx2(base, out, from, to, ranks, words, word_stride, levels, units, weights, past);
+      }
+      begin_sum(out, base, done, stop);
+      begin = stop;
+    }
+#endif
     for (; begin < stop; begin = end) {
       int64_t from, to, group;
       int more;
@@ -1098,13 +1184,63 @@ static inline uint32_t random_up(uint32_t place, uint32_t key) { return mix(mix(
   words[i] = ((low + (up_first)) >> 16) + (first >> 16 & 0x8000u) +                             \
              ((high + (up_second)) & 0xffff0000u) + (second & 0x80000000u)
 
-/* Both return the largest magnitude, as bits. */
-FAST static int32_t nearest_bfloat16(const float *x, int64_t n, uint32_t *words) {
+/* All return the largest magnitude, as bits. */
+static int32_t nearest_bfloat16_plainly(const float *x, int64_t n, uint32_t *words, int past) {
   int32_t most = 0;
+  (void)past;
   for (int64_t i = 0; i < n / 2; i++) {
     PAIR(i, half_up(low), half_up(high));
   }
   return most;
+}
+
+#ifdef __x86_64__
+AVX2 static inline int32_t largest_of(__m256i x) {
+  int32_t lanes[8], most = 0;
+  _mm256_storeu_si256((__m256i *)lanes, x);
+  for (int i = 0; i < 8; i++) most = larger(most, lanes[i]);
+  return most;
+}
+
+/* Codes of eight magnitudes, in the lower halves. */
+AVX2 static inline __m256i eight_bfloat16(__m256i bits, __m256i magnitude) {
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(magnitude, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+  const __m256i sign = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x8000));
+  return _mm256_add_epi32(_mm256_srli_epi32(_mm256_add_epi32(magnitude, up), 16), sign);
+}
+
+/* The sums of each two codes, the second one half a word further, in every other place. */
+AVX2 static inline __m256 four_words(__m256i codes) {
+  const __m256i second = _mm256_and_si256(codes, _mm256_set1_epi64x((long long)0xffffffff00000000ull));
+  return _mm256_castsi256_ps(_mm256_add_epi32(codes, _mm256_srli_epi64(second, 16)));
+}
+
+AVX2 static int32_t nearest_bfloat16_avx2(const float *x, int64_t n, uint32_t *words, int past) {
+  const __m256i rest = _mm256_set1_epi32(INT32_MAX);
+  __m256i most = _mm256_setzero_si256();
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const __m256i first = _mm256_loadu_si256((const __m256i *)(x + i));
+    const __m256i second = _mm256_loadu_si256((const __m256i *)(x + i + 8));
+    const __m256i low = _mm256_and_si256(first, rest), high = _mm256_and_si256(second, rest);
+    most = _mm256_max_epi32(most, _mm256_max_epi32(low, high));
+    const __m256 left = four_words(eight_bfloat16(first, low));
+    const __m256 right = four_words(eight_bfloat16(second, high));
+    const __m256i all = _mm256_castps_si256(_mm256_shuffle_ps(left, right, 0x88));
+    const __m256i codes = _mm256_permute4x64_epi64(all, 0xd8);
+    if (past)
+      _mm256_stream_si256((__m256i *)(words + i / 2), codes);
+    else
+      _mm256_storeu_si256((__m256i *)(words + i / 2), codes);
+  }
+  return larger(largest_of(most), nearest_bfloat16_plainly(x + i, n - i, words + i / 2, 0));
+}
+#endif
+
+/* Past the caches if `past`: words begin at a multiple of 32 bytes then. */
+static int32_t nearest_bfloat16(const float *x, int64_t n, uint32_t *words, int past) {
+  return BEST(nearest_bfloat16)(x, n, words, past);
 }
 
 FAST static int32_t random_bfloat16(const float *x, int64_t n, uint32_t place, uint32_t key,
@@ -1170,10 +1306,14 @@ float encode_bfloat16(const float *x, int64_t n, const int64_t *key, uint32_t *w
     int64_t stop = border(n, CHUNK, t + 1, threads), end;
     for (int64_t begin = border(n, CHUNK, t, threads); begin < stop; begin = end) {
       end = begin + CHUNK < stop ? begin + CHUNK : stop;
-      uint32_t *to = 2 * n < MUCH ? words + begin / 2 : codes, place = (uint32_t)begin;
-      if (key) place += (uint32_t)key[0];
-      most = larger(most, key ? random_bfloat16(x + begin, end - begin, place, (uint32_t)key[1], to)
-                              : nearest_bfloat16(x + begin, end - begin, to));
+      if (!key) {
+        int past = 2 * n >= MUCH && (uintptr_t)(words + begin / 2) % 32 == 0;
+        most = larger(most, nearest_bfloat16(x + begin, end - begin, words + begin / 2, past));
+        continue;
+      }
+      uint32_t *to = 2 * n < MUCH ? words + begin / 2 : codes;
+      uint32_t place = (uint32_t)begin + (uint32_t)key[0];
+      most = larger(most, random_bfloat16(x + begin, end - begin, place, (uint32_t)key[1], to));
       if (to == codes) write_past(words + begin / 2, codes, 2 * (end - begin));
     }
     written_past();
@@ -1234,6 +1374,37 @@ FAST static void add_bfloat16(float *total, const uint8_t *codes, int64_t n, flo
   }
 }
 
+#ifdef __x86_64__
+/* out = base + the sum over a few ranks, read once and written once, past the caches if `past`.
+ *
+ * Returns the largest magnitude, as bits.
+ */
+AVX2 static int32_t sum_bfloat16_avx2(const float *base, float *out, int64_t n, int64_t ranks,
+                                      const uint8_t *codes, int64_t stride, const float *weights,
+                                      int past) {
+  const __m256i rest = _mm256_set1_epi32(INT32_MAX);
+  __m256i most = _mm256_setzero_si256();
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    __m256 sum = base ? _mm256_loadu_ps(base + i) : _mm256_setzero_ps();
+    for (int64_t rank = 0; rank < ranks; rank++) {
+      const __m128i eight = _mm_loadu_si128((const __m128i *)(codes + rank * stride + 2 * i));
+      const __m256 value = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(eight), 16));
+      sum = _mm256_add_ps(sum, _mm256_mul_ps(value, _mm256_set1_ps(weights[rank])));
+    }
+    most = _mm256_max_epi32(most, _mm256_and_si256(_mm256_castps_si256(sum), rest));
+    store_eight(out + i, sum, past);
+  }
+  for (; i < n; i++) {
+    float sum = base ? base[i] : 0.0f;
+    for (int64_t rank = 0; rank < ranks; rank++) add_bfloat16(&sum, codes + rank * stride + 2 * i, 1, weights[rank]);
+    most = _mm256_max_epi32(most, _mm256_set1_epi32((int32_t)(bits_of(sum) & INT32_MAX)));
+    out[i] = sum;
+  }
+  return largest_of(most);
+}
+#endif
+
 FAST static void add_e4m3_plainly(float *total, const uint8_t *codes, int64_t n, float unit,
                                   float weight) {
   for (int64_t i = 0; i < n; i++) {
@@ -1264,6 +1435,31 @@ __attribute__((target("avx2,f16c"))) static void add_e4m3_avx2(float *total, con
   }
   add_e4m3_plainly(total + i, codes + i, n - i, unit, weight);
 }
+
+/* [from, to) of a group: out = base + the sum over a few ranks. */
+__attribute__((target("avx2,f16c"))) static void sum_e4m3_avx2(
+    const float *base, float *out, int64_t from, int64_t to, int64_t ranks, const uint8_t *codes,
+    int64_t stride, const float *units, const float *weights, int past) {
+  const __m128i sign = _mm_set1_epi16((int16_t)0x8000), rest = _mm_set1_epi16(127 << 7);
+  int64_t at = from;
+  past = past && (uintptr_t)(out + from) % 32 == 0;
+  for (; at + 8 <= to; at += 8) {
+    __m256 sum = base ? _mm256_loadu_ps(base + at) : _mm256_setzero_ps();
+    for (int64_t rank = 0; rank < ranks; rank++) {
+      const __m128i eight = _mm_loadl_epi64((const __m128i *)(codes + rank * stride + at));
+      const __m128i code = _mm_cvtepu8_epi16(eight);
+      const __m128i half = _mm_or_si128(_mm_and_si128(_mm_slli_epi16(code, 8), sign),
+                                        _mm_and_si128(_mm_slli_epi16(code, 7), rest));
+      __m256 value = _mm256_mul_ps(_mm256_cvtph_ps(half), _mm256_set1_ps(256.0f));
+      value = _mm256_mul_ps(value, _mm256_set1_ps(units[rank]));
+      sum = _mm256_add_ps(sum, _mm256_mul_ps(value, _mm256_set1_ps(weights[rank])));
+    }
+    store_eight(out + at, sum, past);
+  }
+  begin_sum(out, base, at, to);
+  for (int64_t rank = 0; rank < ranks; rank++)
+    add_e4m3_plainly(out + at, codes + rank * stride + at, to - at, units[rank], weights[rank]);
+}
 #endif
 
 static void add_e4m3(float *total, const uint8_t *codes, int64_t n, float unit, float weight) {
@@ -1287,6 +1483,32 @@ int add_floats(const band *bands, int64_t count, const float *base, float *out, 
     float room[CHUNK];
     int64_t begin = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads), end;
     walk w = walk_from(bands, count, begin);
+#ifdef __x86_64__
+    if (bits == 16 && ranks <= FEW && __builtin_cpu_supports("avx2")) {
+      int past = base != out && 4 * n >= MUCH && (uintptr_t)(out + begin) % 32 == 0;
+      most = larger(most, sum_bfloat16_avx2(base ? base + begin : NULL, out + begin, stop - begin,
+                                            ranks, codes + 2 * begin, code_stride, weights, past));
+      begin = stop;
+    }
+    if (bits == 8 && !checks && ranks <= FEW && __builtin_cpu_supports("avx2") &&
+        __builtin_cpu_supports("f16c")) {
+      int past = base != out && 4 * n >= MUCH;
+      int64_t from, to, group, done = begin;
+      for (int more = 1; more == 1; done = more ? to : stop) {
+        float units[FEW];
+        more = next_piece(&w, begin, stop, &from, &to, &group);
+        begin_sum(out, base, done, more ? from : stop);
+        for (int64_t rank = 0; more && rank < ranks; rank++) {
+          float own = unit[rank * unit_stride + group];
+          units[rank] = own >= TINY ? own : 0.0f;
+        }
+        if (more)
+          sum_e4m3_avx2(base, out, from, to, ranks, codes, code_stride, units, weights, past);
+      }
+      begin_sum(out, base, done, stop);
+      begin = stop;
+    }
+#endif
     for (; begin < stop; begin = end) {
       walk start = w;
       end = begin + CHUNK < stop ? begin + CHUNK : stop;
