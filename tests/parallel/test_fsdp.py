@@ -11,6 +11,11 @@ pytestmark = pytest.mark.parallel
 PARTS = (
     "every_method",
     "dense_is_what_hybrid_sharding_does",
+    "passes_are_exchanged_once",
+    "micro_batch_moments",
+    "units_in_another_order",
+    "frozen_for_some_steps",
+    "policies",
     "momentum_is_taken_over",
     "state_goes_on",
     "not_finite",
@@ -28,4 +33,5 @@ def test_two_replicas_of_two_shards(tmp_path):
 
 def test_two_replicas_of_one_shard(tmp_path):
     """As `DistributedDataParallel` has it."""
-    processes(tmp_path, 2, "dense_is_what_hybrid_sharding_does", worker="fsdp_training")
+    parts = "dense_is_what_hybrid_sharding_does", "micro_batch_moments_are_those_of_ddp"
+    processes(tmp_path, 2, *parts, worker="fsdp_training")
