@@ -8,10 +8,9 @@ from tests.parallel.test_ddp import processes
 
 pytest.importorskip("torch.distributed.fsdp", reason="needs PyTorch")
 pytestmark = pytest.mark.parallel
+METHODS = "every_method", "passes_are_exchanged_once"
 PARTS = (
-    "every_method",
     "dense_is_what_hybrid_sharding_does",
-    "passes_are_exchanged_once",
     "micro_batch_moments",
     "units_in_another_order",
     "frozen_for_some_steps",
@@ -22,9 +21,14 @@ PARTS = (
     "discarded",
     "unused",
     "what_cannot_go",
+    "waits_as_long",
     "one_fails",
     "one_ends",
 )
+
+
+def test_methods(tmp_path):
+    processes(tmp_path, 4, *METHODS, worker="fsdp_training")
 
 
 def test_two_replicas_of_two_shards(tmp_path):
