@@ -493,7 +493,8 @@ class ShardedCompression:
         except NonFiniteGradientError as error:
             ranks = ", ".join(map(str, self._replicas.ranks))
             found = NonFiniteGradientError(
-                f"{error}. Ranks are counted among {ranks}, as 0 and so on"
+                f"{error}. Its numbers of ranks are places among the replicas of this shard, which "
+                f"are ranks {ranks}"
             )
         bad = run.undone or found is not None
         said = self._steps.gather_words([run.steps, int(bad), 0], "the end of a step")

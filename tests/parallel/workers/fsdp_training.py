@@ -393,7 +393,8 @@ def not_finite():
         model, state = wrapped(compression)
         train(model, sgd(model), 2)
         factor = float("nan") if dist.get_rank() == 1 else 1.0
-        raises(NonFiniteGradientError, "", lambda m=model, f=factor: loss(m, 3, f).backward())
+        text = "the replicas of this shard, which are ranks"
+        raises(NonFiniteGradientError, text, lambda m=model, f=factor: loss(m, 3, f).backward())
         if compression is None:
             train(model, sgd(model), 1)  # the model is not in the middle of a step
     trained = []
