@@ -289,8 +289,10 @@ class CompressionState:
             name=self._transport.name,
             tracking="ddp.track_moments(module) before DistributedDataParallel",
         )
-        scales = {"prescale": 1.0, "postscale": 1.0 / self._group.size()}
-        return Reducer(planner, self._transport, participants, options, **scales)
+        mean = 1.0 / self._group.size()
+        return Reducer(
+            planner, self._transport, participants, options, prescale=1.0, postscale=mean
+        )
 
     def _belongs_to(self, model: DistributedDataParallel) -> None:
         """Register this state as that of the model."""

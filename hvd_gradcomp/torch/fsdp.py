@@ -10,10 +10,14 @@ leaves zeros behind, and starts a bucket's program when its last gradient has ar
 collectives of the programs overlap with the backward of other units. After backward all programs
 run to their ends, in the same order on all ranks, and their results are added to the gradients. So
 the result is also right where a gradient was accumulated before, or has another dtype.
+
+A backward under `model.set_requires_all_reduce(False)` exchanges nothing: our hook sums up its
+gradients, as FSDP does for hybrid sharding, and the next backward without it exchanges the sum.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -35,8 +39,8 @@ from hvd_gradcomp.runtime.participants import Participants
 from hvd_gradcomp.torch import ddp_checkpoint, inspection
 from hvd_gradcomp.torch.autograd_callbacks import after_backward, backward_id
 from hvd_gradcomp.torch.bucketing import BucketPlanner
-from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step
-from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
+from hvd_gradcomp.torch.comm.c10d import VERIFY, C10dBackend, ProcessGroup, out_of_step
+from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor, take_over_momentum
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.reducer import Reducer
@@ -105,6 +109,23 @@ def state_of(model: Any) -> ShardedCompression:
     )
 
 
+def verify(source: Any) -> None:
+    """Compare each shard's parameters and replicated state over its replicas, bit by bit.
+
+    All ranks of the mesh call it at the same place, between steps.
+
+    Args:
+        source: the model, or the state that `compress` returned.
+
+    Raises:
+        DivergedError: on all ranks. Those with the shard in question name the first tensor that
+            differs, and where.
+        OutOfStepError: on all ranks, if some of them are in backward.
+        TypeError: nothing compresses the model.
+    """
+    (source if isinstance(source, ShardedCompression) else state_of(source)).verify()
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
     """This rank's part of a parameter.
@@ -121,6 +142,16 @@ class Shard:
     local: torch.nn.Parameter
     padded: int
 
+    @property
+    def trained(self) -> bool:
+        """Return True if the parameter is not frozen now."""
+        return bool(self.held.sharded_param.requires_grad)
+
+    @property
+    def dropped(self) -> bool:
+        """Return True if the gradient of earlier passes, if any, was dropped by `zero_grad`."""
+        return self.held.sharded_param.grad is None
+
     def add(self, reduced: torch.Tensor) -> None:
         """Add a reduced gradient to what FSDP has made of zeros."""
         parameter = self.held.sharded_param
@@ -132,15 +163,33 @@ class Shard:
             parameter.grad = self.held.to_sharded_dtensor(reduced)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Unit:
     """Parameters that FSDP gathers and reduces together.
 
     Attributes:
+        group: FSDP's record of them.
         shards: in FSDP's order; also those that are empty on this rank.
+        earlier: the flat sum of passes that were not exchanged yet; None if there are none.
     """
 
+    group: Any
     shards: list[Shard]
+    earlier: torch.Tensor | None = None
+
+    @property
+    def exchanges(self) -> bool:
+        """Return False under `model.set_requires_all_reduce(False)`."""
+        return bool(self.group.all_reduce_grads)
+
+    def take_earlier(self) -> torch.Tensor | None:
+        """Return the sum of earlier passes, without what was dropped, and forget it."""
+        earlier, self.earlier = self.earlier, None
+        if earlier is not None:
+            for shard, gradient in self.cut(earlier):
+                if shard.dropped:
+                    gradient.zero_()
+        return earlier
 
     def cut(self, flat: torch.Tensor) -> Iterator[tuple[Shard, torch.Tensor]]:
         """Yield the parts of a flat gradient.
@@ -148,14 +197,14 @@ class Unit:
         Raises:
             ValueError: it is of other parameters.
         """
-        trained = [s for s in self.shards if s.held.sharded_param.requires_grad]
+        trained = [s for s in self.shards if s.trained]
         if sum(s.padded for s in trained) != flat.numel():
             names = ", ".join(s.name for s in self.shards)
             raise ValueError(
                 f"the gradient of the unit with {names} has {flat.numel():,} elements, and its "
                 f"parameters have {sum(s.padded for s in trained):,} on this rank: some had no "
-                "gradient in this step, or were frozen or thawed since fsdp.compress. Call "
-                "model.set_reduce_scatter_unused_params(True), and compress what is frozen anew"
+                "gradient in this step, or were thawed since fsdp.compress. Call "
+                "model.set_reduce_scatter_unused_params(True); thaw layers before fsdp.compress"
             )
         start = 0
         for shard in trained:
@@ -174,6 +223,10 @@ class ShardedCompression:
         mesh: a `DeviceMesh` of two dimensions: replicas, and shards.
         optimizer: the SGD whose momentum a compressor with momentum correction takes over (DGC,
             EGC, LGC). Without it, set `momentum=` of the compressor, and none of the optimizer.
+        backward_passes_per_step: backwards for each exchange, all but the last under
+            `model.set_requires_all_reduce(False)`; more than one gives the moments of
+            micro-batches, each of which is a replica's batch of one backward.
+        batch_size: samples that a replica sees for each exchange, for `moments="microbatch"`.
         bucket_bytes: target size of our buckets; 25 MiB if None.
         nonfinite: policy for a step with a non-finite gradient on any rank, the same on all ranks.
             "raise": a NonFiniteGradientError from backward. "propagate": gradients are NaN, and the
@@ -198,13 +251,15 @@ class ShardedCompression:
         mesh: Any = None,
         *,
         optimizer: torch.optim.Optimizer | None = None,
+        backward_passes_per_step: int = 1,
+        batch_size: int | None = None,
         bucket_bytes: int | None = None,
         nonfinite: str | None = None,
         scaler: Any = None,
     ) -> None:
         _require_mesh(mesh)
         self._replicas = ProcessGroup(mesh.get_group(0))
-        self._everybody = ProcessGroup(_whole(mesh))
+        self._everybody = ProcessGroup(mesh.get_group(0), sorted(mesh.mesh.flatten().tolist()))
         self._place = mesh.get_local_rank(0), mesh.get_local_rank(1)
         self._mesh = tuple(mesh.mesh.shape)
         self._transport = C10dBackend(self._replicas, "fsdp")
@@ -215,17 +270,23 @@ class ShardedCompression:
         layers: list[Layer] = []
         try:
             units = _units_of(model, mesh)
-            self._shards = [s for unit in units.values() for s in unit.shards]
+            self._units = list(units.values())
+            self._shards = [s for unit in self._units for s in unit.shards]
             layers = [_whole_layer(s) for s in self._shards]
             options = ExchangeOptions(
-                bucket_bytes=bucket_bytes, nonfinite=nonfinite, scaler=scaler
+                passes=backward_passes_per_step,
+                batch_size=batch_size,
+                bucket_bytes=bucket_bytes,
+                nonfinite=nonfinite,
+                scaler=scaler,
             ).for_hook()
             compressor, own = resolve_compressor(compression, optimizer)
-            _refuse_moments(compressor)
+            _check_moments(compressor, backward_passes_per_step)
             self._run = self._make_reducer(compressor, options)
         except (TypeError, ValueError) as error:
             refused = error
-        settings = f"{bucket_bytes=}, {nonfinite=}, mesh={self._mesh}"
+        settings = f"{backward_passes_per_step=}, {batch_size=}, {bucket_bytes=}, {nonfinite=}"
+        settings = f"{settings}, mesh={self._mesh}"
         description = config_check.describe(
             layers,
             compressor,
@@ -245,6 +306,7 @@ class ShardedCompression:
             take_over_momentum(optimizer, MomentumTransfer(optimizer, *own), self._run)
         self._given: set[str] = set()  # parameters whose gradient has arrived in this step
         self._backward = -1  # that is running, as autograd counts them
+        self._exchanging = False  # in this backward
         self._error: Exception | None = None
         for module, unit in units.items():
             module.set_all_reduce_hook(partial(self.take_in, unit))
@@ -265,8 +327,15 @@ class ShardedCompression:
         )
         if not planner.ordered:
             planner.reorder([s.name for s in shards])
-        scales = {"prescale": 1.0, "postscale": 1.0 / self._replicas.size()}
-        return Reducer(planner, self._transport, participants, options, **scales)
+        return Reducer(
+            planner,
+            self._transport,
+            participants,
+            options,
+            prescale=1.0,
+            postscale=1.0 / self._replicas.size(),
+            in_order=True,  # replicas may use other units, or use them in another order
+        )
 
     def __deepcopy__(self, known: dict[int, Any]) -> Any:
         del known
@@ -282,15 +351,53 @@ class ShardedCompression:
             if now != self._backward:
                 self._backward = now
                 after_backward(self._finish)
-                self._begin()
+                self._forget_interrupted()
             if self._error is None:
-                for shard, gradient in unit.cut(flat):
-                    self._give(shard, gradient)
+                self._add_pass(unit, flat)
+            if self._error is None and unit.exchanges:
+                self._give(unit, flat)
         except Exception as error:
             self._fail(error)
         flat.zero_()
 
-    def _give(self, shard: Shard, gradient: torch.Tensor) -> None:
+    def _forget_interrupted(self) -> None:
+        """Drop what is left of a backward that has failed, on all ranks."""
+        if self._run.started or self._given:
+            self._run.abort()
+            self._given.clear()
+            for unit in self._units:
+                unit.earlier = None
+        self._exchanging = False
+
+    def _add_pass(self, unit: Unit, flat: torch.Tensor) -> None:
+        """Sum up the gradients of a unit since the last exchange, and their squares if needed."""
+        sources = self._run.sources
+        for shard, gradient in unit.cut(flat):
+            self._check(shard)
+            if sources.source == "microbatch" and shard.local.numel():
+                sources.add_pass(shard.local, gradient, anew=shard.dropped)
+        earlier = unit.take_earlier()
+        if earlier is not None:
+            flat.add_(earlier)
+        if not unit.exchanges:
+            unit.earlier = flat.clone()
+
+    def _give(self, unit: Unit, flat: torch.Tensor) -> None:
+        """Give the sum of a unit's passes to the programs."""
+        if not self._exchanging:
+            self._begin()
+            self._exchanging = True
+        for shard, gradient in unit.cut(flat):
+            self._given.add(shard.name)
+            if shard.local.numel():
+                self._run.mark_ready(shard.local, gradient)
+
+    def _check(self, shard: Shard) -> None:
+        """Check that a gradient can be taken now.
+
+        Raises:
+            ValueError: it cannot.
+        """
         if getattr(shard.held.sharded_param, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"a hook waits for the gradient of {shard.name}, as for an optimizer's step in "
@@ -301,15 +408,13 @@ class ShardedCompression:
                 f"the unit with {shard.name} was reduced twice in one backward: sum its uses up by "
                 "model.set_requires_gradient_sync(False) for all but the last"
             )
-        self._given.add(shard.name)
-        if shard.local.numel():
-            self._run.mark_ready(shard.local, gradient)
 
     def _begin(self) -> None:
         """Begin a step, after a check that all ranks begin the same one.
 
         Raises:
             OutOfStepError: on all ranks.
+            ValueError: passes were summed up before they came here.
         """
         if self._everybody.handle is None:
             raise RuntimeError(
@@ -317,13 +422,27 @@ class ShardedCompression:
                 "ranks again, from a checkpoint"
             )
         run = self._run
-        if run.started or self._given:  # a backward before has failed on all ranks
-            run.abort()
-            self._given.clear()
+        if run.sources.source == "microbatch" and run.steps == 0 and run.sources.passes < 2:
+            raise ValueError(
+                "moments='microbatch' are of several passes, and only one was seen before this "
+                "exchange: for all backwards but the last of a step call "
+                "model.set_requires_all_reduce(False), and not set_requires_gradient_sync(False), "
+                "which sums passes up before they are reduced"
+            )
         run.begin_step()
-        said = self._steps.gather_words([run.steps, int(run.undoes), 0], "the beginning of a step")
-        if len(set(map(tuple, said.values()))) > 1:
+        frozen = [s.name for s in self._shards if not s.trained]
+        words = [run.steps, int(run.undoes), zlib.crc32("\n".join(frozen).encode())]
+        said = self._steps.gather_words(words, "the beginning of a step")
+        if len({tuple(words[:2]) for words in said.values()}) > 1:
             raise out_of_step(said)
+        if len({tuple(words) for words in said.values()}) > 1:
+            raise OutOfStepError(
+                "the ranks have frozen different parameters: freeze the same ones on all ranks, "
+                f"between the same two steps. Here it is {', '.join(frozen) or 'none'}"
+            )
+        for bucket in run.buckets:
+            names = bucket.layout.names
+            bucket.mask_frozen({at for at, x in enumerate(names) if x in frozen}, run.steps)
         run.planner.warn_if_unprofitable()
 
     @torch.no_grad()
@@ -335,15 +454,18 @@ class ShardedCompression:
             Exception: what has stopped this rank's exchange.
         """
         try:
-            if self._error is None:
+            if self._error is None and self._exchanging:
                 self._exchange()
         except Exception as found:
             self._fail(found)
         error, self._error, self._backward = self._error, None, -1
         given, run = self._given, self._run
         self._given = set()
+        if error is None and not self._exchanging:
+            return
+        self._exchanging = False
         for shard in self._shards:
-            if shard.local.numel() and error is None:
+            if error is None and shard.local.numel() and shard.trained:
                 shard.add(run.reduced_grad(shard.local))
             elif shard.name in given and shard.held.sharded_param.grad is not None:
                 shard.held.sharded_param.grad.to_local().fill_(float("nan"))
@@ -354,9 +476,12 @@ class ShardedCompression:
 
     def _exchange(self) -> None:
         run = self._run
-        for shard in self._shards:
-            if shard.name not in self._given and shard.local.numel():
-                run.mark_ready(shard.local, None)  # nobody has used its unit
+        for unit in self._units:  # those that this backward has not reached
+            earlier = unit.take_earlier()
+            gradients = {} if earlier is None else dict(unit.cut(earlier))
+            for shard in unit.shards:
+                if shard.name not in self._given and shard.local.numel() and shard.trained:
+                    run.mark_ready(shard.local, gradients.get(shard))
         while running := run.running:
             run.resume(running)
             others = [e for e in run.errors if not isinstance(e, NonFiniteGradientError)]
@@ -366,7 +491,11 @@ class ShardedCompression:
         try:
             run.end_exchange()
         except NonFiniteGradientError as error:
-            found = error
+            ranks = ", ".join(map(str, self._replicas.ranks))
+            found = NonFiniteGradientError(
+                f"{error}. Its numbers of ranks are places among the replicas of this shard, which "
+                f"are ranks {ranks}"
+            )
         bad = run.undone or found is not None
         said = self._steps.gather_words([run.steps, int(bad), 0], "the end of a step")
         elsewhere = [str(rank) for rank, (_, bad, _) in said.items() if bad]
@@ -389,6 +518,29 @@ class ShardedCompression:
             self._everybody.hang_up()
 
     # -- what it keeps, and what it has done ---------------------------------------------------
+
+    def verify(self) -> None:
+        """Compare the replicas of each shard; see `verify`."""
+        self._meet_to_verify(False)
+        found: DivergedError | None = None
+        try:
+            inspection.verify(self)
+        except DivergedError as error:
+            found = error
+        elsewhere = self._meet_to_verify(found is not None)
+        if found is not None:
+            raise found
+        if elsewhere:
+            raise DivergedError(
+                f"the replicas of another shard differ, as ranks {', '.join(elsewhere)} tell"
+            )
+
+    def _meet_to_verify(self, diverged: bool) -> list[str]:
+        """Return the ranks that have found a difference, after a check that all ranks verify."""
+        said = self._steps.gather_words([VERIFY, int(diverged), 0], "verify")
+        if any(step != VERIFY for step, *_ in said.values()):
+            raise out_of_step(said)
+        return [str(rank) for rank, (_, diverged, _) in said.items() if diverged]
 
     @property
     def steps(self) -> int:
@@ -464,24 +616,23 @@ def _require_mesh(mesh: Any) -> None:
         raise ValueError("this rank is not in mesh=: call fsdp.compress on its ranks alone")
 
 
-def _whole(mesh: Any) -> Any:
-    """Return a process group of all ranks of a mesh; None for all that there are."""
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    if ranks == list(range(dist.get_world_size())):
-        return None
-    return dist.new_group(ranks, use_local_synchronization=True)
-
-
-def _refuse_moments(compressor: Compressor) -> None:
-    """Check that a compressor needs no moments of samples.
+def _check_moments(compressor: Compressor, passes: int) -> None:
+    """Check that the moments that a compressor needs are known.
 
     Raises:
-        ValueError: it does.
+        ValueError: they are not.
     """
-    if compressor.uses_moments and getattr(compressor, "moments", "") in ("sample", "microbatch"):
+    source = getattr(compressor, "moments", "") if compressor.uses_moments else ""
+    if source == "sample":
         raise ValueError(
-            "FSDP hands out the sum over a replica's samples, so moments of samples and "
-            f"micro-batches are not known: pass moments='step'. It is {compressor}"
+            "FSDP hands out the sum over a replica's samples, so moments of samples are not known: "
+            f"pass moments='microbatch' or 'step'. It is {compressor}"
+        )
+    if source == "microbatch" and passes < 2:
+        raise ValueError(
+            "moments='microbatch' are of several backwards for each exchange: pass "
+            "backward_passes_per_step of at least 2, and call model.set_requires_all_reduce(False) "
+            f"for all but the last. It is {compressor}"
         )
 
 
@@ -512,7 +663,7 @@ def _units_of(model: Any, mesh: Any) -> dict[Any, Unit]:
         for group in groups:
             _check(group, where, inside)
             shards = [_shard(held, names) for held in group.fsdp_params]
-            units[module] = Unit([s for s in shards if s.local.requires_grad])
+            units[module] = Unit(group, [s for s in shards if s.local.requires_grad])
     return units
 
 
@@ -556,8 +707,11 @@ def _check(group: Any, where: str, inside: list[int]) -> None:
         raise ValueError(
             f"{where} divides after the hook: leave set_force_sum_reduction_for_comms out"
         )
-    if any(held.offload_to_cpu for held in group.fsdp_params):
-        raise ValueError(f"{where} is offloaded to the CPU, which is not supported: leave it out")
+    if group.device.type != "cpu" and any(held.offload_to_cpu for held in group.fsdp_params):
+        raise ValueError(
+            f"{where} is offloaded from {group.device} to the CPU, and the collectives of "
+            "compressors are for one device: leave CPUOffloadPolicy out"
+        )
 
 
 def _shard(held: Any, names: dict[Any, str]) -> Shard:

@@ -120,6 +120,8 @@ class Reducer:
         participants: the ranks.
         options: of the exchange.
         prescale, postscale: see `Context`.
+        in_order: launch programs in the order of the buckets, whatever the order in which gradients
+            arrive. For transports that match collectives by order, where ranks may differ in it.
 
     Attributes:
         traffic: of this rank.
@@ -143,11 +145,12 @@ class Reducer:
         *,
         prescale: float,
         postscale: float,
+        in_order: bool = False,
     ) -> None:
         transport.check(planner.named_parameters)
         self.planner, self.transport, self.participants = planner, transport, participants
         self.rollback, self._nonfinite = options.rollback, options.nonfinite
-        self.prescale, self.postscale = prescale, postscale
+        self.prescale, self.postscale, self._in_order = prescale, postscale, in_order
         self.scaling, self.traffic = GradScalerAdapter(options.scaler), TrafficCounter()
         self.sources = Sources(planner.source, planner.places, options.batch_size, self.scaling)
         self.sources.watch(planner.buckets)
@@ -222,8 +225,18 @@ class Reducer:
         if bucket.flat.is_cuda:
             bucket.streams.add(torch.cuda.current_stream(bucket.flat.device))
         bucket.absent.discard(slot)
-        if not bucket.absent and bucket.stack is None and bucket.result is None:
-            self._launch(bucket)
+        for ready in self._ready(bucket):
+            self._launch(ready)
+
+    def _ready(self, filled: Bucket) -> Iterator[Bucket]:
+        """Yield buckets whose program can start, now that a gradient of `filled` has arrived."""
+        for bucket in self.buckets if self._in_order else (filled,):
+            started = bucket.stack is not None or bucket.result is not None
+            if started or len(bucket.held) == len(bucket.parameters):
+                continue
+            if bucket.absent:
+                return
+            yield bucket
 
     def _launch(self, bucket: Bucket) -> None:
         self.started = True

@@ -126,8 +126,10 @@ class TensorExchange:
         )
         if not planner.ordered:  # that of the model: there is no backward to learn it from
             planner.reorder([name for name, _ in named_parameters])
-        scales = {"prescale": 1.0, "postscale": 1.0 / participants.rank_and_size[1]}
-        self.reducer = Reducer(planner, transport, participants, options, **scales)
+        mean = 1.0 / participants.rank_and_size[1]
+        self.reducer = Reducer(
+            planner, transport, participants, options, prescale=1.0, postscale=mean
+        )
         self._check = ConfigCheck(self.reducer, settings)
 
     @property

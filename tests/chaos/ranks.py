@@ -19,12 +19,20 @@ LIMIT = 60.0  # seconds that a rank may wait because of what another one did
 # Each ends the run, and so has one of its own.
 ALONE = (
     "kill -9",
+    "kill -9 in backward",
     "an exception on one rank",
     "exit on one rank",
     "SIGSTOP for ever",
     "kill -9, Keras",
 )
-GONE = ("kill -9", "exit on one rank", "SIGSTOP for ever", "kill -9, Keras")  # says nothing
+# Says nothing.
+GONE = (
+    "kill -9",
+    "kill -9 in backward",
+    "exit on one rank",
+    "SIGSTOP for ever",
+    "kill -9, Keras",
+)
 HOSTS = "localhost:2,127.0.0.1:2"  # two of them to Horovod, one machine
 CAUSES = re.compile(
     "DeadlockError|OutOfStepError|MismatchError|PayloadError|CheckpointError|DivergedError"
@@ -32,6 +40,7 @@ CAUSES = re.compile(
     "|NaN or an infinity|another step|another phase|damaged payload|payloads of different sizes"
     "|saves or loads a checkpoint|Horovod has been shut down|gradients of other layers"
     "|the ranks do different things|Timed out waiting"
+    "|caused by a remote worker crashing|caused by a remote worker hanging"  # gloo, below FSDP
 )
 
 
@@ -74,6 +83,7 @@ JOBS = (
     Job("local steps and momenta, 2 ranks, gloo", "local_trials", 2, "gloo"),
     Job("local steps on TensorFlow, 2 ranks, gloo", "tensorflow_local_trials", 2, "gloo"),
     Job("DistributedDataParallel, 2 ranks, gloo", "ddp_trials", 2, "gloo"),
+    Job("FSDP, 2 replicas of 2 shards, gloo", "fsdp_trials", 4, "gloo"),
     Job("TensorFlow, 2 ranks, gloo", "tensorflow_trials", 2, "gloo"),
     Job("TensorFlow, 2 ranks, MPI", "tensorflow_trials", 2, "mpi", cases="Strom|modes|kill"),
 )

@@ -8,18 +8,27 @@ from tests.parallel.test_ddp import processes
 
 pytest.importorskip("torch.distributed.fsdp", reason="needs PyTorch")
 pytestmark = pytest.mark.parallel
+METHODS = "every_method", "passes_are_exchanged_once"
 PARTS = (
-    "every_method",
     "dense_is_what_hybrid_sharding_does",
+    "micro_batch_moments",
+    "units_in_another_order",
+    "frozen_for_some_steps",
+    "policies",
     "momentum_is_taken_over",
     "state_goes_on",
     "not_finite",
     "discarded",
     "unused",
     "what_cannot_go",
+    "waits_as_long",
     "one_fails",
     "one_ends",
 )
+
+
+def test_methods(tmp_path):
+    processes(tmp_path, 4, *METHODS, worker="fsdp_training")
 
 
 def test_two_replicas_of_two_shards(tmp_path):
@@ -28,4 +37,5 @@ def test_two_replicas_of_two_shards(tmp_path):
 
 def test_two_replicas_of_one_shard(tmp_path):
     """As `DistributedDataParallel` has it."""
-    processes(tmp_path, 2, "dense_is_what_hybrid_sharding_does", worker="fsdp_training")
+    parts = "dense_is_what_hybrid_sharding_does", "micro_batch_moments_are_those_of_ddp"
+    processes(tmp_path, 2, *parts, worker="fsdp_training")

@@ -17,7 +17,7 @@ from hvd_gradcomp.core.collectives import Allreduce, Gather
 from hvd_gradcomp.runtime import errors, typed_json
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 
-_VERIFY = -1  # said in the place of a step
+VERIFY = -1  # said in the place of a step
 _open: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
@@ -39,12 +39,15 @@ class ProcessGroup:
     the others fail too instead of waiting.
 
     Args:
-        group: `torch.distributed`'s; None for all ranks.
+        group: `torch.distributed`'s, whose backend and timeout ours has; None for all ranks.
+        ranks: of ours, if they are not those of `group`.
     """
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, ranks: list[int] | None = None) -> None:
         everybody = list(range(dist.get_world_size()))
-        self.ranks = everybody if group is None else dist.get_process_group_ranks(group)
+        if ranks is None:
+            ranks = everybody if group is None else dist.get_process_group_ranks(group)
+        self.ranks = ranks
         self.device = torch.device("cpu")
         backend = dist.get_backend(group)
         if backend == "nccl":
@@ -130,7 +133,7 @@ class Work:
 
 def out_of_step(said: dict[int, list[int]]) -> OutOfStepError:
     """Return an error that lists the step of each rank; see `C10dBackend.gather_words`."""
-    verifying = [str(rank) for rank, (step, *_) in said.items() if step == _VERIFY]
+    verifying = [str(rank) for rank, (step, *_) in said.items() if step == VERIFY]
     if verifying:
         return OutOfStepError(
             f"rank {', '.join(verifying)} calls verify, and the other ranks are in backward: call "
@@ -169,8 +172,8 @@ class C10dBackend:
         return self._group.gather_objects(item, kind)
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        said = self.gather_words([_VERIFY, 0, 0], "verify")
-        if any(step != _VERIFY for step, *_ in said.values()):
+        said = self.gather_words([VERIFY, 0, 0], "verify")
+        if any(step != VERIFY for step, *_ in said.values()):
             raise out_of_step(said)
         return Work.of(dist.all_gather, row.to(self._group.device), self._group).wait()
 

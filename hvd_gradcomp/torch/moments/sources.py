@@ -29,8 +29,8 @@ def source_of(
         named_parameters: those whose compressor uses moments.
         passes: backward passes for each exchange.
         tell: this rank warns if nothing better than "step" is set up.
-        how: the call that sets up per-sample moments, for messages; None if what is exchanged are
-            no gradients of samples.
+        how: the call that sets up per-sample moments, for messages; None if there is none, since
+            what is exchanged are no gradients of samples.
 
     Raises:
         ValueError: the source that the compressor requests is not set up.
@@ -39,6 +39,8 @@ def source_of(
         return ""
     source = str(getattr(compressor, "moments", "auto"))
     if how is None:
+        if passes > 1 and source in ("auto", "microbatch"):
+            return "microbatch"
         if source in STORED:
             raise ValueError(
                 f"moments={source!r} are those of the gradients of samples, and what is exchanged "
@@ -107,22 +109,36 @@ class Sources:
         def hook(contribution: torch.Tensor) -> None:
             there = alive()
             if there is not None:
-                there._add_square(parameter, contribution)
+                # Without a gradient nothing was accumulated: earlier passes were dropped.
+                there.add_pass(parameter, contribution, anew=parameter.grad is None)
 
         return hook
 
-    def _add_square(self, parameter: torch.nn.Parameter, contribution: torch.Tensor) -> None:
+    def add_pass(
+        self, parameter: torch.nn.Parameter, contribution: torch.Tensor, *, anew: bool
+    ) -> None:
+        """Add the square of one pass's contribution to the moment of a parameter.
+
+        Args:
+            parameter: of a bucket that stores moments.
+            contribution: to its gradient, of this pass alone.
+            anew: earlier passes of this step were dropped.
+        """
         bucket, slot = self._places[parameter]
         square = bucket.moment_views[slot]
         dense = contribution.to_dense() if contribution.is_sparse else contribution
         dense = as_real(dense.detach()).to(square.dtype)
-        # Without a gradient nothing was accumulated: earlier passes were dropped.
-        counted = 0 if parameter.grad is None else self._counted.get(parameter, 0)
+        counted = 0 if anew else self._counted.get(parameter, 0)
         if counted == 0:
             square.zero_()
         square.addcmul_(dense, dense)
         self._counted[parameter] = counted + 1
         self._made = max(self._made, self._counted[parameter])
+
+    @property
+    def passes(self) -> int:
+        """Return the number of passes of this step so far."""
+        return self._made
 
     def give(self, bucket: Bucket, slot: int) -> None:
         """Copy the moment of a layer into the bucket, which has the layer's gradient already."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import json
 import sys
 from pathlib import Path
@@ -12,8 +13,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
 
 from hvd_gradcomp import (
     DGCCompressor,
@@ -22,16 +29,22 @@ from hvd_gradcomp import (
     StromCompressor,
     VarianceCompressor,
 )
+from hvd_gradcomp.algorithms.variance import weight_of_passes
 from hvd_gradcomp.checkpoint.schema import CheckpointError
+from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
-from hvd_gradcomp.torch import fsdp
+from hvd_gradcomp.torch import ddp, fsdp
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 from tests.methods import GRADIVEQ, LGC, ONE_OF_EACH, PRODUCTS, TODAY
 from tests.parallel.workers.ddp_training import TIMEOUT, alike, raises
 
 STROM, STEPS, WIDTH, WORDS = StromCompressor(tau=0.003), 5, 18, 11
+SHAPES = (5, 3), (6, 4), (4, 3), (1,)
+EVERY = range(len(SHAPES))
+# The ways of FSDP: exchange between replicas, or all reduction, in the last backward only.
+WAYS = FSDPModule.set_requires_all_reduce, FSDPModule.set_requires_gradient_sync
 
 
 class Transformer(nn.Module):
@@ -51,6 +64,55 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.out(x)
+
+
+class Products(nn.Module):
+    """One parameter, whose gradient are the numbers that it is multiplied with: whole ones."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape))
+
+    def forward(self, x, y):
+        return (self.weight * (x + 0.0 * y)).sum() + y
+
+
+class Chain(nn.Module):
+    """Units that a pass uses in the order it is given; sums of their gradients are exact."""
+
+    def __init__(self):
+        super().__init__()
+        self.units = nn.ModuleList(map(lambda shape: Products(*shape), SHAPES))
+
+    def forward(self, factors, order):
+        y = torch.zeros((), requires_grad=True)
+        for unit in order:
+            y = self.units[unit](factors[unit], y)
+        return y
+
+
+def chain(compression, mesh=None, **options):
+    """Each parameter is a unit but the last, of one element, which is the root's."""
+    mesh = mesh or mesh_of()
+    model = Chain()
+    for unit in model.units[:-1]:
+        fully_shard(unit, mesh=mesh["in"])
+    fully_shard(model, mesh=mesh["in"])
+    return model, fsdp.compress(model, compression, mesh=mesh, **options)
+
+
+def factors(step, rank=None):
+    """Multiples of 8, so that their means are whole numbers too."""
+    rank = dist.get_rank() if rank is None else rank
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [8.0 * torch.randint(-9, 10, shape, generator=generator) for shape in SHAPES]
+
+
+def passes(model, steps, accumulate, order=EVERY):
+    """Backward over several batches, one exchange."""
+    for step in steps:
+        accumulate(model, step == steps[-1])
+        model(factors(step), order).backward()
 
 
 def mesh_of():
@@ -138,6 +200,151 @@ def dense_is_what_hybrid_sharding_does():
         torch.testing.assert_close(*found, rtol=0, atol=1e-6)
 
 
+def passes_are_exchanged_once():
+    """By either way of FSDP's; and those that `zero_grad` drops are dropped.
+
+    With some of the methods: they see nothing of it.
+    """
+    for compression in [*ONE_OF_EACH, *TODAY, *PRODUCTS][::6]:
+        found = []
+        for accumulate in WAYS:
+            model, state = chain(compression)
+            for step in (0, 10, 20):
+                model.zero_grad()
+                if step and accumulate is WAYS[0]:
+                    accumulate(model, False)
+                    model(factors(99), EVERY).backward()
+                    model.zero_grad()
+                passes(model, [step, step + 1, step + 2], accumulate)
+                found.append(gradients(model))
+            assert state.steps == 3, compression
+        for one, other in zip(found[:3], found[3:]):
+            assert torch.equal(one, other), compression
+        alike(found[-1])
+
+
+def micro_batch_moments():
+    """As computed from the gradients of each replica's passes."""
+    compression, batch, seen = VarianceCompressor(alpha=0.5, moments="microbatch"), 24, {}
+    model, state = chain(compression, backward_passes_per_step=3, batch_size=batch)
+    sources = state._run.sources
+    give = sources.give
+
+    def give_and_see(bucket, slot):
+        give(bucket, slot)
+        seen[bucket.layout.names[slot]] = bucket.moment_views[slot].clone()
+
+    sources.give = give_and_see
+    rank, shards = dist.get_rank(), dist.get_world_size() // 2
+    replica = [rank - rank % shards + shard for shard in range(shards)]
+    for step, orders in ((0, (EVERY, EVERY, EVERY)), (10, ((0, 1, 3), EVERY, (3, 2, 1)))):
+        model.zero_grad()
+        for at, order in enumerate(orders):
+            WAYS[0](model, at == len(orders) - 1)
+            model(factors(step + at), order).backward()
+        of_passes = [[factors(step + at, r) for r in replica] for at in range(3)]
+        for unit, shape in enumerate(SHAPES):
+            used = [float(unit in order) for order in orders]
+            c = torch.stack(
+                [u * sum(one[unit] for one in x) / shards for u, x in zip(used, of_passes)]
+            )
+            a = weight_of_passes(3, batch)
+            q = (a * c.square().sum(0) + (1 - a) * c.sum(0).square()).clamp(min=0.0)
+            mine = [*q.tensor_split([-(-shape[0] // shards)])][rank % shards] if shards > 1 else q
+            if mine.numel():
+                torch.testing.assert_close(seen[f"units.{unit}.weight"], mine)
+    alike(gradients(model))
+    assert state.steps == 2
+    model, state = chain(compression, backward_passes_per_step=2)
+    raises(ValueError, "not set_requires_gradient_sync", lambda: passes(model, [0, 1], WAYS[1]))
+
+
+def micro_batch_moments_are_those_of_ddp():
+    """With one shard."""
+    compression, ends = VarianceCompressor(alpha=1.5, moments="microbatch"), []
+    ours, _ = chain(compression, backward_passes_per_step=2, batch_size=8)
+    other = DistributedDataParallel(Chain())
+    ddp.compress(other, compression, backward_passes_per_step=2, batch_size=8)
+    for model, accumulate in (
+        (ours, WAYS[0]),
+        (other, lambda model, last: setattr(model, "require_backward_grad_sync", last)),
+    ):
+        for step in (0, 10, 20, 30):
+            model.zero_grad()
+            passes(model, [step, step + 1], accumulate)
+        ends.append(
+            [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters()]
+        )
+    assert all(map(torch.equal, *ends)) and any(x.any() for x in ends[0])
+
+
+def units_in_another_order():
+    """One replica uses the units in another order, or not all of them."""
+    rank, shards = dist.get_rank(), dist.get_world_size() // 2
+    for there in ((1, 0, 3, 2), (0, 3), (3, 1)):
+        model, state = chain(None, bucket_bytes=40)
+        orders = [EVERY if r < shards else there for r in range(2 * shards)]
+        for step in range(3):
+            model.zero_grad()
+            model(factors(step), orders[rank]).backward()
+            for unit, p in enumerate(model.parameters()):
+                every = [factors(step, r)[unit] * (unit in orders[r]) for r in range(2 * shards)]
+                assert torch.equal(p.grad.full_tensor(), sum(every) / (2 * shards)), (there, unit)
+        assert state.steps == 3 and len(state._run.buckets) > 2
+
+
+def kept_for(state, name):
+    """The parts of a compressor's state that are of one parameter."""
+    (bucket,) = (b for b in state._run.buckets if name in b.layout.names)
+    slot = bucket.layout.names.index(name)
+    vectors = [x for _, x in leaves(bucket.state) if tuple(x.shape) == (bucket.layout.size,)]
+    return [bucket.layer(x, slot).clone() for x in vectors]
+
+
+def frozen_for_some_steps():
+    """What is kept for a parameter that is frozen stays, and it does not move."""
+    model, state = chain(StromCompressor(tau=50.0), bucket_bytes=200)
+    optimizer = sgd(model)
+    kept = []
+    for step in range(6):
+        for unit in (0, 3):
+            model.units[unit].weight.requires_grad_(step not in (2, 3))
+        before = vector(model)
+        optimizer.zero_grad()
+        model(factors(step), EVERY).backward()
+        optimizer.step()
+        moved = (vector(model) != before).split([15, 24, 12, 1])
+        assert moved[1].any() and (step not in (2, 3) or not moved[0].any()), step
+        kept.append(kept_for(state, "units.0.weight"))
+    alike(vector(model))
+    assert state.steps == 6 and any(x.any() for x in kept[1])
+    assert all(map(torch.equal, kept[1], kept[3]))
+    assert not all(map(torch.equal, kept[3], kept[4]))
+    for unit in model.units:  # of one replica
+        unit.weight.requires_grad_(dist.get_rank() // (dist.get_world_size() // 2) == 0)
+    model.units[1].weight.requires_grad_(True)
+    optimizer.zero_grad()
+    text = "have frozen different parameters"
+    raises(OutOfStepError, text, lambda: model(factors(7), EVERY).backward())
+
+
+def policies():
+    """Offloading to the CPU, where the gradients are there already, changes nothing."""
+    trained = []
+    offload = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    for options in ({}, offload):
+        model, _ = wrapped(STROM, of_fsdp=options)
+        train(model, sgd(model), 3)
+        trained.append(vector(model))
+    assert torch.equal(*trained)
+    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for compression in (STROM, DGCCompressor(density=0.1, momentum=0.9), Int8Compressor()):
+        model, state = wrapped(compression, of_fsdp={"mp_policy": narrow})
+        train(model, sgd(model), 3)
+        alike(vector(model))
+        assert state.steps == 3
+
+
 def momentum_is_taken_over():
     trained = []
     for own in (True, False):
@@ -186,7 +393,8 @@ def not_finite():
         model, state = wrapped(compression)
         train(model, sgd(model), 2)
         factor = float("nan") if dist.get_rank() == 1 else 1.0
-        raises(NonFiniteGradientError, "", lambda m=model, f=factor: loss(m, 3, f).backward())
+        text = "the replicas of this shard, which are ranks"
+        raises(NonFiniteGradientError, text, lambda m=model, f=factor: loss(m, 3, f).backward())
         if compression is None:
             train(model, sgd(model), 1)  # the model is not in the middle of a step
     trained = []
@@ -268,7 +476,9 @@ def what_cannot_go():
     half = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}
     raises(ValueError, "reduce_dtype=torch.float32", lambda: wrapped(None, of_fsdp=half))
     sampled = VarianceCompressor(alpha=1.0, moments="sample")
-    raises(ValueError, "pass moments='step'", lambda: wrapped(sampled))
+    raises(ValueError, "pass moments='microbatch' or 'step'", lambda: wrapped(sampled))
+    batches = VarianceCompressor(alpha=1.0, moments="microbatch")
+    raises(ValueError, "backward_passes_per_step of at least 2", lambda: wrapped(batches))
     raises(ValueError, "cannot leave out", lambda: wrapped(None, nonfinite="skip"))
     raises(ValueError, "pass optimizer=", lambda: wrapped(DGCCompressor(density=0.1)))
     raises(TypeError, "", lambda: wrapped("strom"))
@@ -284,13 +494,26 @@ def what_cannot_go():
     if rank == 3:
         with torch.no_grad():
             model.out.bias.to_local().add_(1.0)
-    if rank in (1, 3):  # those that have this shard
-        raises(DivergedError, "out.bias", lambda: fsdp.verify(model))
+    named = "out.bias" if rank in (1, 3) else "another shard differ, as ranks 1, 3 tell"
+    raises(DivergedError, named, lambda: fsdp.verify(model))
     saved = state.state_dict()
     train(model, sgd(model), 2)
     if rank == 0:
         state.load_state_dict(saved)
     raises(OutOfStepError, "different steps", lambda: loss(model, 5).backward())
+
+
+def waits_as_long():
+    """Our connections give up when those of the mesh do."""
+    ranks = torch.arange(dist.get_world_size()).view(2, -1)
+    timeout = TIMEOUT + datetime.timedelta(seconds=5)
+    every = [*ranks.T.tolist(), *ranks.tolist()]
+    groups = [(one, dist.new_group(one, timeout=timeout)) for one in every]
+    mine = [group for one, group in groups if dist.get_rank() in one]
+    mesh = DeviceMesh.from_group(mine, "cpu", ranks, mesh_dim_names=("hosts", "in"))
+    _, state = chain(None, mesh)
+    for ours in (state._replicas, state._everybody):
+        assert ours.handle._get_backend(torch.device("cpu")).options._timeout == timeout
 
 
 def one_fails():
