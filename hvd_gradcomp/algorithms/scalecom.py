@@ -162,7 +162,7 @@ class ScaleComCompressor(ResidualTopK):
 
     def choice_bytes(self, layout: Layout) -> int:
         """Return the bytes of the broadcast, header included."""
-        return wire.HEADER_BYTES + int(wire.body_bytes(self.choice_parts(layout)))
+        return wire.packed_bytes(self.choice_parts(layout))
 
     def value_parts(self, layout: Layout) -> dict[str, wire.Part]:
         """Return the parts of the body that holds rounded values."""
@@ -170,7 +170,7 @@ class ScaleComCompressor(ResidualTopK):
 
     def value_bytes(self, layout: Layout) -> int:
         """Return the bytes of the rounded values, header included."""
-        return wire.HEADER_BYTES + int(wire.body_bytes(self.value_parts(layout)))
+        return wire.packed_bytes(self.value_parts(layout))
 
     def payload_bytes(self, layout: Layout, level: Any = None) -> int:
         """Return the bytes that one rank hands to both collectives; rounded values gathered."""
