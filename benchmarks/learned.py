@@ -46,17 +46,17 @@ def gradiveq(ops: TorchOps, layers: Any) -> dict[str, Callable[[], Any]]:
             buckets.append((layout, torch.randn(layout.size, device=ops.device), state))
     pairs = []
     for layout, gradient, state in buckets:
-        for cut, _, _, basis, _ in projection.groups_of(compressor, ops, layout, state):
+        for cut, _, _, basis, _ in projection.groups_of(compressor.slicing, ops, layout, state):
             pairs.append((cut.cut(ops, gradient).contiguous(), basis.contiguous()))
 
     def encode() -> list[Any]:
-        return [projection.encode(compressor, ops, *bucket)[0] for bucket in buckets]
+        return [projection.encode(compressor.slicing, ops, *bucket)[0] for bucket in buckets]
 
     codes = encode()
 
     def decode() -> None:
         for (layout, gradient, state), code in zip(buckets, codes):
-            projection.decode(compressor, ops, layout, code, state, room=gradient)
+            projection.decode(compressor.slicing, ops, layout, code, state, room=gradient)
 
     def products() -> None:
         for slices, basis in pairs:

@@ -192,10 +192,10 @@ def _of_gradiveq(method: GradiVeQCompressor, course: Course) -> str:
 def _of_ratio(method: GradiVeQCompressor, layouts: Sequence[Layout]) -> str:
     """Warn if a basis cannot have as many dimensions as `ratio` asks for."""
     fewer = [
-        (f"{name} {cut.length / cut.room:.3g}", method.steps_for(cut))
+        (f"{name} {cut.length / cut.room:.3g}", method.slicing.steps_for(cut))
         for layout in layouts
-        for name, cut in zip(layout.names, method.slices(layout))
-        if cut.room < method.min_components(cut.length)
+        for name, cut in zip(layout.names, method.slicing.slices(layout))
+        if cut.room < method.slicing.min_components(cut.length)
     ]
     if not fewer:
         return ""
@@ -239,8 +239,8 @@ def lgc_course(method: LGCCompressor, layout: Layout, ranks: int) -> Course:
 def gradiveq_course(method: GradiVeQCompressor, layout: Layout, ranks: int) -> Course:
     """Return GradiVeQ's bytes of a cycle; a lower bound if gradients decide the dimensions."""
     dense = 4.0 * layout.elements
-    groups = sum(cut.groups for cut in method.slices(layout))
+    groups = sum(cut.groups for cut in method.slicing.slices(layout))
     least = None if method.loss_threshold is None else [1] * groups
     sampling = 4.0 * layout.elements if method.between.is_linear else 0.0
-    learning = method.sample_steps * sampling + method.basis_bytes(layout) / ranks
-    return Course(learning, method.coefficient_bytes(layout, least), dense)
+    learning = method.sample_steps * sampling + method.slicing.basis_bytes(layout) / ranks
+    return Course(learning, method.slicing.coefficient_bytes(layout, least), dense)
