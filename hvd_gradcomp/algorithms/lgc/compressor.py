@@ -245,8 +245,8 @@ class LGCCompressor(Clipping, Compressor):
 
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
         self.check_ranks(ranks)
-        first = self._chosen(layers, "first_layer", "first")
-        last = self._chosen(layers, "last_layer", "last") - first
+        first = _chosen(layers, "first_layer", self.first_layer, "first")
+        last = _chosen(layers, "last_layer", self.last_layer, "last") - first
         if len(first) + len(last) >= len(layers):
             raise ValueError(
                 f"LGCCompressor: no layer is left for the autoencoder: of {len(layers)}, "
@@ -262,28 +262,6 @@ class LGCCompressor(Clipping, Compressor):
             plain if place in first else late if place in last else self
             for place in range(len(layers))
         ]
-
-    def _chosen(self, layers: Sequence[Layer], name: str, role: str) -> set[int]:
-        """Return the positions of the layers that a rule selects."""
-        value = getattr(self, name)
-        if value is None:
-            return {i for i, layer in enumerate(traits_of(layers)) if role in layer.roles}
-        wanted = (value,) if isinstance(value, str) else value
-        found: set[int] = set()
-        for pattern in wanted:
-            hits = {
-                place
-                for place, (title, _, _) in enumerate(layers)
-                if fnmatchcase(title, pattern) or title.startswith((f"{pattern}.", f"{pattern}/"))
-            }
-            if not hits:
-                raise ValueError(
-                    f"LGCCompressor: {name}={pattern!r} matches no layer; there are "
-                    + ", ".join(title for title, _, _ in layers[:8])
-                    + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
-                )
-            found |= hits
-        return found
 
     def check_ranks(self, ranks: int) -> None:
         """Raise a ValueError if `master` or `common_rank` does not exist."""
@@ -456,6 +434,30 @@ class LGCCompressor(Clipping, Compressor):
         ahead, u = ops.zeros(total.shape), state.memory.u * 1
         ahead, u = ops.advance(ahead, u, total, self.momentum, bool(self.nesterov))
         return ahead, state._replace(memory=state.memory._replace(u=u))
+
+
+def _chosen(
+    layers: Sequence[Layer], name: str, value: str | Sequence[str] | None, role: str
+) -> set[int]:
+    """Return the positions of the layers that the hyper-parameter `name` selects."""
+    if value is None:
+        return {i for i, layer in enumerate(traits_of(layers)) if role in layer.roles}
+    wanted = (value,) if isinstance(value, str) else value
+    found: set[int] = set()
+    for pattern in wanted:
+        hits = {
+            place
+            for place, (title, _, _) in enumerate(layers)
+            if fnmatchcase(title, pattern) or title.startswith((f"{pattern}.", f"{pattern}/"))
+        }
+        if not hits:
+            raise ValueError(
+                f"LGCCompressor: {name}={pattern!r} matches no layer; there are "
+                + ", ".join(title for title, _, _ in layers[:8])
+                + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
+            )
+        found |= hits
+    return found
 
 
 def _named(layers: Sequence[Layer], places: set[int]) -> str:
