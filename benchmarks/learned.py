@@ -27,7 +27,6 @@ from rich.table import Table
 
 from hvd_gradcomp import GradiVeQCompressor, LGCCompressor
 from hvd_gradcomp.algorithms.gradiveq import projection
-from hvd_gradcomp.algorithms.lgc import training
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.ops.torch import TorchOps
@@ -47,17 +46,17 @@ def gradiveq(ops: TorchOps, layers: Any) -> dict[str, Callable[[], Any]]:
             buckets.append((layout, torch.randn(layout.size, device=ops.device), state))
     pairs = []
     for layout, gradient, state in buckets:
-        for cut, _, _, basis, _ in projection.groups_of(compressor, ops, layout, state):
+        for cut, _, _, basis, _ in projection.groups_of(compressor.slicing, ops, layout, state):
             pairs.append((cut.cut(ops, gradient).contiguous(), basis.contiguous()))
 
     def encode() -> list[Any]:
-        return [projection.encode(compressor, ops, *bucket)[0] for bucket in buckets]
+        return [projection.encode(compressor.slicing, ops, *bucket)[0] for bucket in buckets]
 
     codes = encode()
 
     def decode() -> None:
         for (layout, gradient, state), code in zip(buckets, codes):
-            projection.decode(compressor, ops, layout, code, state, room=gradient)
+            projection.decode(compressor.slicing, ops, layout, code, state, room=gradient)
 
     def products() -> None:
         for slices, basis in pairs:
@@ -79,7 +78,7 @@ def networks(ops: TorchOps, layers: Any, ranks: int) -> dict[str, Callable[[], A
         compressor = LGCCompressor(pattern, momentum=0.9)
         planned = plan(compressor, layers, BUCKET_BYTES, ranks=ranks)
         (layout,) = (layout for one, layout in planned if isinstance(one, LGCCompressor))
-        selected = compressor.capacity(layout)
+        selected = compressor.topk.capacity(layout)
         state = compressor.start(ops, layout, ranks)
         vectors = torch.randn(ranks, selected, device=ops.device)
         padded = torch.nn.functional.pad(vectors, (0, -selected % autoencoder.STRIDE))
@@ -92,14 +91,14 @@ def networks(ops: TorchOps, layers: Any, ranks: int) -> dict[str, Callable[[], A
             )
             index = torch.arange(selected, device=ops.device)
             context = Context(layout, 0, ranks, 0)
-            loss = training.ring_loss(compressor, ops, context, 0, index, vectors)
+            loss = compressor.exchange.loss(ops, context, 0, index, vectors)
         else:
             loss = _server_loss(ops, padded, channel)
         rows[f"LGC {title}, decoding, {state.decoder.shape[0]} head(s)"] = (
             lambda d=state.decoder, c=code, j=channel: autoencoder.decode(ops, d, c, j)
         )
         rows[f"LGC {title}, training step, {ranks} ranks"] = lambda c=compressor, s=state, f=loss: (
-            training.train_step(c, ops, s, 0, f)
+            c.trainer.step(ops, s, 0, f)
         )
     return rows
 

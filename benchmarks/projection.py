@@ -84,7 +84,9 @@ def main() -> None:
         def left_out(
             kind: str, gradient: torch.Tensor, kinds=kinds, states=states, layout=layout
         ) -> float:
-            _, energy, lost = projection.encode(kinds[kind], ops, layout, gradient, states[kind])
+            _, energy, lost = projection.encode(
+                kinds[kind].slicing, ops, layout, gradient, states[kind]
+            )
             return float(lost / energy)
 
         seen = []
@@ -96,11 +98,13 @@ def main() -> None:
                 seen.append(mean)
                 for kind, one in kinds.items():
                     states[kind] = basis.recorded(
-                        one, ops, layout, mean, step - warmup, states[kind]
+                        one.slicing, ops, layout, mean, step - warmup, states[kind]
                     )
             if age == 0:
                 for kind, one in kinds.items():
-                    program = basis.learned(one, ops, Context(layout, 0, 1, 0), states[kind])
+                    program = basis.learned(
+                        one.slicing, ops, Context(layout, 0, 1, 0), states[kind]
+                    )
                     try:
                         program.send(next(program).tensor)
                     except StopIteration as stop:

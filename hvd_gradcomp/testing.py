@@ -25,9 +25,7 @@ from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.runtime import naming
-from hvd_gradcomp.runtime.collectives import CollectiveRunner
-from hvd_gradcomp.runtime.participants import Participants
-from hvd_gradcomp.runtime.program_runner import ProgramRunner, never
+from hvd_gradcomp.runtime.program_runner import CollectiveRunner, Participants, ProgramRunner, never
 
 
 class Group(NamedTuple):

@@ -10,8 +10,13 @@ from hvd_gradcomp.core.compressor import Compressor, Context
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.runtime import hierarchy
-from hvd_gradcomp.runtime.participants import Participants
-from hvd_gradcomp.runtime.program_runner import ProgramRunner, never
+from hvd_gradcomp.runtime.program_runner import (
+    Groups,
+    HostPosition,
+    Participants,
+    ProgramRunner,
+    never,
+)
 from hvd_gradcomp.testing import Group, World
 
 
@@ -46,16 +51,16 @@ class Hosts(World):
         ranks = range(hosts * slots)
         self._hosts = [list(ranks[host * slots : (host + 1) * slots]) for host in range(hosts)]
         positions = [
-            hierarchy.HostPosition(host, hosts, slot, slots, self.share)
+            HostPosition(host, hosts, slot, slots, self.share)
             for host in range(hosts)
             for slot in range(slots)
         ]
         self._connect([self._member(rank, place) for rank, place in enumerate(positions)])
 
-    def _member(self, rank: int, place: hierarchy.HostPosition) -> Participants:
+    def _member(self, rank: int, place: HostPosition) -> Participants:
         inside = Group(self._hosts[place.host], rank)
         across = Group(range(self.size * self.slots)[place.slot :: self.slots], rank)
-        return Participants(across, place, lambda _: hierarchy.Groups(inside, across))
+        return Participants(across, place, lambda _: Groups(inside, across))
 
     def step(self, gradients: Sequence[Tensor], **extra: Sequence[Tensor]) -> list[Tensor]:
         """Run one step of all ranks; gradients and the sequences in `extra` are over ranks.
@@ -71,7 +76,7 @@ class Hosts(World):
                 Context(self.layout, host, self.size, self.steps, 1.0, self.postscale),
                 gradients[host * self.slots + slot] * 1,
                 self.states[host] if slot == self.leader else None,
-                place=hierarchy.HostPosition(host, self.size, slot, self.slots, self.share),
+                place=HostPosition(host, self.size, slot, self.slots, self.share),
                 leader=self.leader,
                 **{name: values[host * self.slots + slot] for name, values in extra.items()},
             )

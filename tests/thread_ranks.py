@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.core.collectives import Allreduce, Gather
-from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch import ddp_checkpoint
 from hvd_gradcomp.torch.tensor_exchange import Connection
 

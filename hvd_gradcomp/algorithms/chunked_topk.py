@@ -97,7 +97,7 @@ class ChunkedTopKCompressor(Clipping, Compressor):
 
     def payload_bytes(self, layout: Layout) -> int:
         """Return the bytes of a bucket's payload."""
-        return wire.HEADER_BYTES + int(wire.body_bytes(self.parts(layout.size)))
+        return wire.packed_bytes(self.parts(layout.size))
 
     def is_summed(self, layout: Layout, ranks: int) -> bool:
         """Return True if an allreduce of the decoded payloads moves fewer bytes than payloads do.

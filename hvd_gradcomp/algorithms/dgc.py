@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hvd_gradcomp.codecs import clipping
-from hvd_gradcomp.codecs.momentum import MomentumCorrected
+from hvd_gradcomp.codecs.momentum import MomentumCorrected, validate_momentum
 from hvd_gradcomp.codecs.topk import count_of
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.collectives import Switch
@@ -73,7 +73,7 @@ class DGCCompressor(MomentumCorrected):
 
     def __post_init__(self) -> None:
         validate.real(self, "density", low=0, high=1, closed="]")
-        self._validate_momentum()
+        validate_momentum(self)
         if self.clip_norm is not None:
             validate.real(self, "clip_norm", low=0)
         validate.real(self, "warmup_epochs", low=0, closed="[")

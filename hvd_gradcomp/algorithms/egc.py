@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import log2
 from typing import Any, NamedTuple
 
-from hvd_gradcomp.codecs.momentum import MomentumCorrected
+from hvd_gradcomp.codecs.momentum import MomentumCorrected, validate_momentum
 from hvd_gradcomp.codecs.sparse import Memory
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
@@ -89,7 +89,7 @@ class EGCCompressor(MomentumCorrected):
         validate.real(self, "K", low=0)
         validate.whole(self, "bins", low=2, high=256)
         validate.whole(self, "entropy_interval", low=1)
-        self._validate_momentum()
+        validate_momentum(self)
         self.validate_codings()
         self.validate_max_norm()
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
-from hvd_gradcomp.algorithms.sparse_gd import ResidualTopK
+from hvd_gradcomp.algorithms.sparse_gd import SparseGDCompressor
+from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.codecs.topk import BodySpec, count_of, form_of
+from hvd_gradcomp.codecs.topk import BodySpec, form_of
+from hvd_gradcomp.codecs.values import VALUES
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.collectives import Allgather, Allreduce
-from hvd_gradcomp.core.compressor import Context, Program
+from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
 from hvd_gradcomp.core.cost_model import volume
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
@@ -27,7 +30,7 @@ class ScaleComState(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class ScaleComCompressor(ResidualTopK):
+class ScaleComCompressor(Clipping, Compressor):
     """CLT-k: all ranks send their values at the leader's top-k indices (Chen et al. 2020).
 
     The leader of step t is rank `t mod size`. It chooses the `k = max(1, round(n * density))`
@@ -69,19 +72,23 @@ class ScaleComCompressor(ResidualTopK):
     values: str = "float32"
 
     replicated = frozenset({"sent"})
+    unstated: ClassVar[Mapping[str, Any]] = {**Clipping.unstated, "values": "float32"}
 
     def __post_init__(self) -> None:
         validate.real(self, "density", low=0, high=1, closed="]")
         validate.real(self, "beta", low=0, high=1, closed="]")
-        self.validate_codings()
+        validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+        validate.one_of(self, "values", VALUES)
         self.validate_max_norm()
 
-    def count(self, size: int) -> int:
-        return count_of(size, self.density)
+    @cached_property
+    def topk(self) -> SparseGDCompressor:
+        """Top-k with the same parameters, which the leader chooses by."""
+        return SparseGDCompressor(self.density, self.index_coding, values=self.values)
 
     def init(self, ops: Ops, layout: Layout) -> ScaleComState:
         layers = ops.zeros((len(layout.names),), "int64")
-        return ScaleComState(self.init_memory(ops, layout), layers)
+        return ScaleComState(self.topk.init_memory(ops, layout), layers)
 
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
@@ -94,15 +101,15 @@ class ScaleComCompressor(ResidualTopK):
     def sends_all(self, layout: Layout, ranks: int) -> bool:
         """Return True if dense gradients take fewer bytes than indices and selected values."""
         chosen = volume("broadcast", self.choice_bytes(layout), ranks)
-        values = volume("allreduce", 4.0 * (self.capacity(layout) + 1), ranks)
+        values = volume("allreduce", 4.0 * (self.topk.capacity(layout) + 1), ranks)
         if self.gathers(layout, ranks):
             values = volume("allgather", self.value_bytes(layout), ranks)
         return chosen + values > volume("allreduce", 4.0 * layout.elements, ranks)
 
     def gathers(self, layout: Layout, ranks: int) -> bool:
         """Return True if rounded values are allgathered, which moves no more than float32 sums."""
-        summed = volume("allreduce", 4.0 * (self.capacity(layout) + 1), ranks)
-        return self.rounds and volume("allgather", self.value_bytes(layout), ranks) <= summed
+        summed = volume("allreduce", 4.0 * (self.topk.capacity(layout) + 1), ranks)
+        return self.topk.rounds and volume("allgather", self.value_bytes(layout), ranks) <= summed
 
     def _by_leader(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
         """Broadcast the leader's indices, and allreduce all ranks' values there."""
@@ -116,8 +123,8 @@ class ScaleComCompressor(ResidualTopK):
         buffer = yield from patterns.from_leader(ops, context, leader, choice, size)
         index = self.chosen(ops, context, ops.reshape(buffer, (1, -1)))
         values, error = self.values_at(ops, layout, gradient, state, index), None
-        if self.rounds:
-            whole, spec = values, BodySpec(self, layout, self.capacity(layout))
+        if self.topk.rounds:
+            whole, spec = values, BodySpec(self.topk, layout, self.topk.capacity(layout))
             real = index < layout.sink
             coded, values = spec.encode_values(ops, whole, ops.cast(real, "int64"))
             values = ops.where(real, values, 0.0)
@@ -141,7 +148,7 @@ class ScaleComCompressor(ResidualTopK):
         expected, check = patterns.header_of(self, context), patterns.reduction_spec(context, {})
         header, bodies = wire.unpack(ops, expected, buffers, check)
         weights = patterns.weights_of(ops, context, header)
-        total = ops.zeros((self.capacity(context.layout),))
+        total = ops.zeros((self.topk.capacity(context.layout),))
         payload = wire.unpack_body(ops, parts, bodies)
         for rank, values in enumerate(spec.decode_values(ops, payload)):
             total = total + values * weights[rank]
@@ -158,38 +165,39 @@ class ScaleComCompressor(ResidualTopK):
 
     def choice_parts(self, layout: Layout) -> dict[str, wire.Part]:
         """Return the parts of the broadcast's body."""
-        return self.coding.parts(layout, self.capacity(layout))
+        return self.topk.coding.parts(layout, self.topk.capacity(layout))
 
     def choice_bytes(self, layout: Layout) -> int:
         """Return the bytes of the broadcast, header included."""
-        return wire.HEADER_BYTES + int(wire.body_bytes(self.choice_parts(layout)))
+        return wire.packed_bytes(self.choice_parts(layout))
 
     def value_parts(self, layout: Layout) -> dict[str, wire.Part]:
         """Return the parts of the body that holds rounded values."""
-        return self.value_coding.parts(self.capacity(layout))
+        return self.topk.value_coding.parts(self.topk.capacity(layout))
 
     def value_bytes(self, layout: Layout) -> int:
         """Return the bytes of the rounded values, header included."""
-        return wire.HEADER_BYTES + int(wire.body_bytes(self.value_parts(layout)))
+        return wire.packed_bytes(self.value_parts(layout))
 
-    def payload_bytes(self, layout: Layout, level: Any = None) -> int:
+    def payload_bytes(self, layout: Layout) -> int:
         """Return the bytes that one rank hands to both collectives; rounded values gathered."""
-        del level
-        values = self.value_bytes(layout) if self.rounds else 4 * (self.capacity(layout) + 1)
+        values = (
+            self.value_bytes(layout) if self.topk.rounds else 4 * (self.topk.capacity(layout) + 1)
+        )
         return self.choice_bytes(layout) + values
 
     def choice_form(self, ops: Ops, layout: Layout) -> Form | None:
         """Return the offsets of the broadcast's parts; None if no fused kernel supports them."""
         passes = ops.topk_kernels
-        if passes is None or not passes.leads or self.rule is None:
+        if passes is None or not passes.leads or self.topk.rule is None:
             return None
-        form = form_of(self, layout, self.capacity(layout))
+        form = form_of(self.topk, layout, self.topk.capacity(layout))
         size = self.choice_bytes(layout) - wire.HEADER_BYTES
         return form and form._replace(size=size, values=size)
 
     def choose(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Tensor:
         """Encode the leader's payload: the indices of its largest error-compensated elements."""
-        layout, most = context.layout, self.most(context.layout)
+        layout, most = context.layout, self.topk.most(context.layout)
         scope, r = Scope(layout, whole=False), state.memory.r
         form = self.choice_form(ops, layout)
         if form is not None:
@@ -197,7 +205,9 @@ class ScaleComCompressor(ResidualTopK):
             body, count = written.body, written.sent
         else:
             k_per_layer, whole = ops.words(most), r + gradient
-            parts, index, _, _ = self.select(ops, scope, context.step, whole, k_per_layer, None)
+            parts, index, _, _ = self.topk.select(
+                ops, scope, context.step, whole, k_per_layer, None
+            )
             body = wire.pack_body(ops, self.choice_parts(layout), parts)
             count = ops.sum(ops.cast(index < layout.sink, "int64"))
         return wire.pack(ops, self._header(context)._replace(sent=count, wanted=count), body)
@@ -217,7 +227,7 @@ class ScaleComCompressor(ResidualTopK):
             return bodies[0] if header.intact is None else ops.where(header.intact, bodies[0], 0)
         payload = wire.unpack_body(ops, self.choice_parts(layout), bodies)
         parts = {name: part[0] for name, part in payload.items()}
-        index = self.coding.decode(ops, layout, parts, self.capacity(layout))
+        index = self.topk.coding.decode(ops, layout, parts, self.topk.capacity(layout))
         if header.intact is not None:
             index = ops.where(header.intact, index, layout.sink)
         return index
@@ -260,3 +270,19 @@ class ScaleComCompressor(ResidualTopK):
         per_layer = ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
         mean = ops.clear_last(ops.put(ops.clear(gradient), index, total))
         return mean, ScaleComState(Residual(r), state.sent + per_layer)
+
+    # -- optional hooks ----------------------------------------------------------------------
+
+    def layer_bytes(self, shape: Sequence[int]) -> float:
+        return self.topk.layer_bytes(shape)
+
+    def report(self, layout: Layout, state: ScaleComState, steps: int, since: int = 0) -> Report:
+        return self.topk.report(layout, state, steps, since)
+
+    def residual(self, state: ScaleComState) -> Tensor:
+        return state.memory.r
+
+    def inherit(
+        self, ops: Ops, state: ScaleComState, gradient: Tensor, residual: Tensor
+    ) -> tuple[ScaleComState, Tensor]:
+        return self.topk.inherit(ops, state, gradient, residual)

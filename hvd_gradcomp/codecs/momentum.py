@@ -10,7 +10,7 @@ the optimizer only adds it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvd_gradcomp.codecs.sparse import Memory, Residual
 from hvd_gradcomp.codecs.topk import TopKCompressor
@@ -28,21 +28,23 @@ class Velocity(NamedTuple):
     u: Tensor  # float32 [size]
 
 
+def validate_momentum(compressor: Any) -> None:
+    """Raise a ValueError unless its fields `momentum`, `nesterov` and `masking` are usable."""
+    if compressor.momentum is not None:
+        validate.real(compressor, "momentum", low=0, high=1, closed="[")
+    if compressor.nesterov is not None:
+        validate.boolean(compressor, "nesterov")
+    if compressor.nesterov and compressor.momentum == 0:
+        raise ValueError(f"{type(compressor).__name__}: nesterov needs a momentum above 0")
+    validate.boolean(compressor, "masking")
+
+
 class MomentumCorrected(TopKCompressor):
     """Base of EGC and DGC. Subclasses are dataclasses with these fields."""
 
     momentum: float | None
     nesterov: bool | None
     masking: bool
-
-    def _validate_momentum(self) -> None:
-        if self.momentum is not None:
-            validate.real(self, "momentum", low=0, high=1, closed="[")
-        if self.nesterov is not None:
-            validate.boolean(self, "nesterov")
-        if self.nesterov and self.momentum == 0:
-            raise ValueError(f"{type(self).__name__}: nesterov needs a momentum above 0")
-        validate.boolean(self, "masking")
 
     @property
     def correction(self) -> Correction:

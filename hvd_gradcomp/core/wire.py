@@ -96,6 +96,11 @@ def body_bytes(parts: Mapping[str, Part]) -> Any:
     return sum(_padded(part) for part in parts.values())
 
 
+def packed_bytes(parts: Mapping[str, Part]) -> int:
+    """Return the bytes of a payload with these parts, header included."""
+    return HEADER_BYTES + int(body_bytes(parts))
+
+
 def starts(parts: Mapping[str, Part]) -> dict[str, Any]:
     """Return the offset of each part in the body, in bytes."""
     places, end = {}, 0

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
 from hvd_gradcomp.algorithms.lgc import LGCCompressor
-from hvd_gradcomp.algorithms.lgc.settings import packed_bytes
+from hvd_gradcomp.algorithms.lgc.server import Server
 from hvd_gradcomp.algorithms.scalecom import ScaleComCompressor
 from hvd_gradcomp.algorithms.wrappers import After, MomentumAfter
 from hvd_gradcomp.codecs import autoencoder
@@ -93,7 +93,7 @@ def goes_dense(method: Compressor, layout: Layout, ranks: int) -> bool:
         return method.sends_all(layout, ranks)
     if isinstance(method, QuantizedCompressor):
         return method.resolve_exchange(layout, ranks) == "allreduce"
-    if isinstance(method, SparseCompressor) and not isinstance(method, LGCCompressor):
+    if isinstance(method, SparseCompressor):
         schedule = method.capacity_schedule(layout, ranks)
         return schedule.summed and not schedule.capacities
     return False
@@ -192,10 +192,10 @@ def _of_gradiveq(method: GradiVeQCompressor, course: Course) -> str:
 def _of_ratio(method: GradiVeQCompressor, layouts: Sequence[Layout]) -> str:
     """Warn if a basis cannot have as many dimensions as `ratio` asks for."""
     fewer = [
-        (f"{name} {cut.length / cut.room:.3g}", method.steps_for(cut))
+        (f"{name} {cut.length / cut.room:.3g}", method.slicing.steps_for(cut))
         for layout in layouts
-        for name, cut in zip(layout.names, method.slices(layout))
-        if cut.room < method.min_components(cut.length)
+        for name, cut in zip(layout.names, method.slicing.slices(layout))
+        if cut.room < method.slicing.min_components(cut.length)
     ]
     if not fewer:
         return ""
@@ -220,14 +220,14 @@ def at_work(compressor: Compressor) -> Compressor:
 def lgc_course(method: LGCCompressor, layout: Layout, ranks: int) -> Course:
     """Return LGC's bytes for a model's bucket."""
     dense, sizes = 4.0 * layout.elements, method.compressed_bytes(layout, ranks)
-    network = 4 * autoencoder.ENCODER_SIZE
-    if method.by_server:
-        train = float(method.payload_bytes(layout))
-        handed_out = 4 + network * (method.common(ranks) != method.master)
+    network, topk, exchange = 4 * autoencoder.ENCODER_SIZE, method.topk, method.exchange
+    if isinstance(exchange, Server):
+        train = float(topk.payload_bytes(layout))
+        handed_out = 4 + network * (exchange.common(ranks) != exchange.master)
         step = sizes["worker"] + (sizes["common"] + sizes["master"]) / ranks
     else:
-        values = wire.HEADER_BYTES + 4 * method.capacity(layout)
-        chosen = packed_bytes(method.coding.parts(layout, method.capacity(layout)))
+        values = wire.HEADER_BYTES + 4 * topk.capacity(layout)
+        chosen = wire.packed_bytes(topk.coding.parts(layout, topk.capacity(layout)))
         train = values + chosen / ranks
         handed_out = 4 + network + 4 * autoencoder.decoder_size(innovation=False)
         step = sizes["worker"] + sizes["leader"] / ranks
@@ -239,8 +239,8 @@ def lgc_course(method: LGCCompressor, layout: Layout, ranks: int) -> Course:
 def gradiveq_course(method: GradiVeQCompressor, layout: Layout, ranks: int) -> Course:
     """Return GradiVeQ's bytes of a cycle; a lower bound if gradients decide the dimensions."""
     dense = 4.0 * layout.elements
-    groups = sum(cut.groups for cut in method.slices(layout))
+    groups = sum(cut.groups for cut in method.slicing.slices(layout))
     least = None if method.loss_threshold is None else [1] * groups
     sampling = 4.0 * layout.elements if method.between.is_linear else 0.0
-    learning = method.sample_steps * sampling + method.basis_bytes(layout) / ranks
-    return Course(learning, method.coefficient_bytes(layout, least), dense)
+    learning = method.sample_steps * sampling + method.slicing.basis_bytes(layout) / ranks
+    return Course(learning, method.slicing.coefficient_bytes(layout, least), dense)

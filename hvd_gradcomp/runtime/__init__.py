@@ -1,8 +1,7 @@
 """The parts of an exchange that depend neither on a framework nor on a communication library.
 
-    program_runner    steps a program, and the branches that it switches to
-    participants      which ranks take part, and which one compresses for a host
-    collectives       submits a program's collectives to a transport by name and counts the bytes
+    program_runner    steps a program and the branches that it switches to; which ranks take part;
+                      submits a program's collectives to a transport by name and counts the bytes
     config_check      compares the configuration of all ranks before the first exchange
     hierarchy         dense allreduce inside a host, compressed exchange between hosts
     elastic           membership of an elastic run

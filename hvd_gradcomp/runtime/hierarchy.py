@@ -19,14 +19,14 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.collectives import Allreduce, Broadcast, Inside
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
 from hvd_gradcomp.core.patterns import poison
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
-from hvd_gradcomp.runtime.program_runner import unswitched
+from hvd_gradcomp.runtime.program_runner import Groups, HostPosition, unswitched
 
 _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 _NO_SETS = (
@@ -35,26 +35,6 @@ _NO_SETS = (
 )
 _FAILED = 1.0  # instead of a verdict: the leader has raised an error
 _LEADER_FAILED = "this host's leader could not exchange its gradient; look at what it has written"
-
-
-class HostPosition(NamedTuple):
-    """Position of a rank: its host, and its slot on that host.
-
-    `share` is the weight of a rank's gradient in its host's.
-    """
-
-    host: int
-    hosts: int
-    slot: int
-    slots: int
-    share: float = 1.0
-
-
-class Groups(NamedTuple):
-    """Horovod's process sets of a rank."""
-
-    inside: Any  # the ranks of its host
-    across: Any  # the ranks at its slot, one on each host
 
 
 def place_of(horovod: Any, process_set: Any, average: bool) -> HostPosition:

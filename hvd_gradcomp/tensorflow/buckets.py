@@ -16,7 +16,7 @@ from hvd_gradcomp.monitoring import verify
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.planning import assignment
 from hvd_gradcomp.runtime import naming
-from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.tensorflow.variables import is_rank_local, keep_local, new_variable
 
 BUCKET_BYTES = 4 << 20  # on a CPU, where a bucket that stays in cache is faster

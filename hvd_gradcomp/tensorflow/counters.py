@@ -17,7 +17,7 @@ _NOTHING = (
 
 
 class ExchangeCounters:
-    """Counters of steps and traffic; a `TrafficCounter` of `runtime.collectives`.
+    """Counters of steps and traffic; a `TrafficCounter` of `runtime.program_runner`.
 
     Args:
         make_variable: creates them, for an owner that saves them.

@@ -24,9 +24,13 @@ from hvd_gradcomp.core.compressor import Context, Program, State, leaves, with_l
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps
 from hvd_gradcomp.runtime import hierarchy, naming
-from hvd_gradcomp.runtime.collectives import CollectiveRunner
-from hvd_gradcomp.runtime.participants import Participants
-from hvd_gradcomp.runtime.program_runner import ProgramRunner, known, run
+from hvd_gradcomp.runtime.program_runner import (
+    CollectiveRunner,
+    Participants,
+    ProgramRunner,
+    known,
+    run,
+)
 from hvd_gradcomp.tensorflow import comm
 from hvd_gradcomp.tensorflow.buckets import Bucket, BucketPlanner
 from hvd_gradcomp.tensorflow.counters import ExchangeCounters

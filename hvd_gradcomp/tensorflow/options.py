@@ -12,6 +12,7 @@ from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.runtime import hierarchy
+from hvd_gradcomp.runtime.program_runner import HostPosition
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class ExchangeOptions:
         return bool(self.op == horovod.Average)
 
     @property
-    def position(self) -> hierarchy.HostPosition | None:
+    def position(self) -> HostPosition | None:
         """Return the position of this rank among hosts; None unless only their sums are compressed.
 
         Raises:

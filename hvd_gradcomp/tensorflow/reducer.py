@@ -26,7 +26,7 @@ from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps
 from hvd_gradcomp.planning import worth
 from hvd_gradcomp.runtime import config_check, hierarchy
-from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.runtime.program_runner import Groups, HostPosition, Participants
 from hvd_gradcomp.runtime.unique_names import UniqueNames
 from hvd_gradcomp.tensorflow import comm, stall_inspector
 from hvd_gradcomp.tensorflow.buckets import Bucket, BucketPlanner, Layers, MakeVariable
@@ -125,7 +125,7 @@ class GraphReducer:
         """Return all variables of the exchange."""
         return [self.steps, *self.counters.local.values(), *self.planner.variables]
 
-    def _make_groups(self, place: hierarchy.HostPosition) -> hierarchy.Groups:
+    def _make_groups(self, place: HostPosition) -> Groups:
         with tf.init_scope():
             return hierarchy.groups_of(mpi_ops, place, self._gather_objects)
 

@@ -12,8 +12,7 @@ import torch
 from hvd_gradcomp.core.compressor import Compressor, State, leaves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.runtime.collectives import PendingCollective
-from hvd_gradcomp.runtime.program_runner import ProgramRunner
+from hvd_gradcomp.runtime.program_runner import PendingCollective, ProgramRunner
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 

@@ -22,7 +22,7 @@ from hvd_gradcomp.core.layers import Layer, Weight, convolving
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning import assignment, worth
 from hvd_gradcomp.runtime import naming
-from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch.bucket import Bucket, Named, as_real
 from hvd_gradcomp.torch.moments import tracker
 from hvd_gradcomp.torch.moments.sources import STORED, source_of

@@ -35,7 +35,7 @@ from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.runtime.config_check import MismatchError
-from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch import ddp_checkpoint, inspection
 from hvd_gradcomp.torch.autograd_callbacks import after_backward, backward_id
 from hvd_gradcomp.torch.bucket import Named, as_real

@@ -17,7 +17,7 @@ from horovod.torch import optimizer as _stock
 
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.runtime import hierarchy
-from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch.bucketing import BucketPlanner
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, TrainedParameters, groups_of

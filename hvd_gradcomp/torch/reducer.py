@@ -20,9 +20,13 @@ from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime import errors, hierarchy, stats
-from hvd_gradcomp.runtime.collectives import CollectiveRunner, PendingCollective, Transport
-from hvd_gradcomp.runtime.participants import Participants
-from hvd_gradcomp.runtime.program_runner import ProgramRunner
+from hvd_gradcomp.runtime.program_runner import (
+    CollectiveRunner,
+    Participants,
+    PendingCollective,
+    ProgramRunner,
+    Transport,
+)
 from hvd_gradcomp.torch.amp import GradScalerAdapter
 from hvd_gradcomp.torch.bucket import Bucket, Named, as_real
 from hvd_gradcomp.torch.bucketing import BucketPlanner

@@ -16,7 +16,7 @@ import torch
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime import config_check, errors
-from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.runtime.stall_inspector import StallChannel
 from hvd_gradcomp.torch.bucket import Named
 from hvd_gradcomp.torch.bucketing import BucketPlanner

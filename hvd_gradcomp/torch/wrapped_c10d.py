@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule
-from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch import ddp_checkpoint
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer, Outer

@@ -11,7 +11,7 @@ from horovod.torch import mpi_ops
 
 from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule
 from hvd_gradcomp.runtime import hierarchy
-from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch import checkpoint
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.grad_synchronizer import synchronizer_of

@@ -26,7 +26,7 @@ from hvd_gradcomp.core.cost_model import Bucket as Cost
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.planning.worth import idle
-from hvd_gradcomp.runtime.participants import Participants
+from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.bucketing import BucketPlanner
 from hvd_gradcomp.torch.comm.horovod import TITLES, HorovodBackend, complete

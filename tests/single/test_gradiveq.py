@@ -127,7 +127,7 @@ def test_the_projection_is_linear(seed, data):
         for _ in range(2)
     )
     codes = [
-        projection.encode(compressor, world.ops, world.layout, x, world.states[0])[0]
+        projection.encode(compressor.slicing, world.ops, world.layout, x, world.states[0])[0]
         for x in (a, b, a + b)
     ]
     torch.testing.assert_close(codes[0] + codes[1], codes[2], rtol=1e-4, atol=1e-4)
@@ -200,12 +200,12 @@ def test_bytes_of_a_cycle_equal_the_formula():
             if step < 5:
                 assert sizes == [4 * layout.size]
             elif step == 5:
-                assert sizes == [4 * layout.size, compressor.basis_bytes(layout)]
+                assert sizes == [4 * layout.size, compressor.slicing.basis_bytes(layout)]
             else:
                 d = world.states[0].dimensions.tolist()
-                assert sizes == [compressor.coefficient_bytes(layout, d)]
-        whole = 6 * 4 * layout.size + compressor.basis_bytes(layout)
-        whole += 7 * compressor.coefficient_bytes(layout, d)
+                assert sizes == [compressor.slicing.coefficient_bytes(layout, d)]
+        whole = 6 * 4 * layout.size + compressor.slicing.basis_bytes(layout)
+        whole += 7 * compressor.slicing.coefficient_bytes(layout, d)
         assert sum(4 * t[0].numel() for requests in cycle for t in requests) == whole
 
 
@@ -226,8 +226,8 @@ def test_tensorflow_traces_it_whole(how):
     gradient = world.flat([tf.constant(x) for x in gradients(11)[0]])
 
     def back(gradient):
-        code, _, lost = projection.encode(compressor, ops, world.layout, gradient, state)
-        return projection.decode(compressor, ops, world.layout, code, state), lost
+        code, _, lost = projection.encode(compressor.slicing, ops, world.layout, gradient, state)
+        return projection.decode(compressor.slicing, ops, world.layout, code, state), lost
 
     traced = tf.function(back, jit_compile=how == "xla", autograph=False)(gradient)
     for mine, theirs in zip(traced, back(gradient)):
@@ -240,15 +240,16 @@ def test_torch_compiles_it_whole():
     compressor = GradiVeQCompressor(ratio=4, **SHORT)
     _, world, _ = run(compressor, TorchOps(static=True), torch.from_numpy, 10, ranks=1)
     state, ops, layout = world.states[0], world.ops, world.layout
-    compressor.slices(layout)  # what is cached is cached before
+    slicing = compressor.slicing
+    slicing.slices(layout)  # what is cached is cached before
     gradient = world.flat([torch.from_numpy(x) for x in gradients(11)[0]])
 
     def back(gradient):
         return projection.decode(
-            compressor,
+            slicing,
             ops,
             layout,
-            projection.encode(compressor, ops, layout, gradient, state)[0],
+            projection.encode(slicing, ops, layout, gradient, state)[0],
             state,
         )
 
@@ -429,7 +430,7 @@ def test_the_ratio_that_was_asked_for_is_done(ratio):
     compressor = GradiVeQCompressor(ratio=ratio)
     planned = plan(compressor, layers, 1 << 30)
     for one, layout in planned:
-        for cut in one.slices(layout):
+        for cut in one.slicing.slices(layout):
             assert cut.room == max(1, int(cut.length / ratio)), cut
             if cut.length % ratio == 0:
                 assert cut.slices * cut.room <= 1.05 * cut.size / ratio, "few zeros are projected"
@@ -444,7 +445,7 @@ def test_the_ratio_that_was_asked_for_is_done(ratio):
         steps = 1024 // ratio + 1
         assert f"ask for sample_steps={steps}, a smaller slice_size=" in line
         enough = GradiVeQCompressor(ratio=ratio, slice_size=1024, sample_steps=steps, reuse=1)
-        assert enough.slices(layout)[0].room == 1024 // ratio
+        assert enough.slicing.slices(layout)[0].room == 1024 // ratio
 
 
 def test_samples_come_from_all_slices():
@@ -452,7 +453,7 @@ def test_samples_come_from_all_slices():
     compressor = GradiVeQCompressor(ratio=8, warmup_steps=0, sample_steps=8, compress_steps=4)
     layout = layout_of(compressor, ((16, 4, 3, 3),))
     world = World(compressor, TorchOps(), layout, 1)
-    (cut,) = compressor.slices(layout)
+    (cut,) = compressor.slicing.slices(layout)
     assert (cut.length, cut.slices) == (64, 9), "F*D, as in the paper"
     random = np.random.default_rng(1)
     directions = random.standard_normal((2, 64))
@@ -488,7 +489,7 @@ def test_the_threshold_holds_for_gradients_that_the_basis_has_not_seen():
     layout = layout_of(compressor, ((3, 3, 4, 8),), filters_last=True)  # slices lie in order
     world = World(compressor, TorchOps(), layout, 1)
     random = np.random.default_rng(1)
-    (cut,) = compressor.slices(layout)
+    (cut,) = compressor.slicing.slices(layout)
     for _ in range(20):
         world.step([torch.from_numpy(random.standard_normal(layout.size).astype("f4"))])
     assert cut.room < 32

@@ -191,9 +191,7 @@ def test_nobody_touches_the_private_names_of_another_module():
 def test_a_class_has_no_subclass_or_several():
     """One alone is a slice of it, unless a reason is listed."""
     reasons = {
-        "algorithms.gradiveq.settings": "settings, which are read without the algorithm",
-        "algorithms.lgc.settings": "settings, which are read without the algorithm",
-        "runtime.collectives": "a protocol, which a host's transport extends by what it needs",
+        "runtime.program_runner": "a protocol, which a host's transport extends by what it needs",
         "ops": "operations by subject, a file a subject, for each framework",
         "tensorflow.elastic": "a class of Horovod's with a state of ours",
         "tensorflow.keras.callbacks": "as in Horovod",

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import LGCCompressor, NonFiniteGradientError, PayloadError, partition
-from hvd_gradcomp.algorithms.lgc import server, training, vectors
+from hvd_gradcomp.algorithms.lgc import vectors
+from hvd_gradcomp.algorithms.lgc.server import Server
 from hvd_gradcomp.algorithms.wrappers import After
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.indices import Deflate, _deflated, _inflated
@@ -143,9 +144,8 @@ def test_adam_is_as_printed(ops):
     first, *others = (tensor(x.astype(np.float32)) for x in signs)
     slopes = ops.stack(others)
     state = state._replace(encoder=first * 0.0, decoder=slopes * 0.0)
-    state = state._replace(
-        moments=training.no_moments(compressor, ops, state.encoder, state.decoder)
-    )
+    trainer = compressor.trainer
+    state = state._replace(moments=trainer.no_moments(ops, state.encoder, state.decoder))
 
     def loss(encoder, decoder):
         gap = ops.sum((encoder + 3.0) * first) + ops.sum((decoder + 1.0) * (decoder + 9.0) * slopes)
@@ -154,7 +154,7 @@ def test_adam_is_as_printed(ops):
     network = [[(np.zeros(5), np.zeros(0))] for _ in range(3)]
     adams = [plain.Adam() for _ in range(3)]
     for step in range(4):
-        state = training.train_step(compressor, ops, state, step, loss)
+        state = trainer.step(ops, state, step, loss)
         assert float(state.loss) == 0.5
         for _ in range(2):
             for i, adam in enumerate(adams):
@@ -166,7 +166,7 @@ def test_adam_is_as_printed(ops):
         np.testing.assert_allclose(
             np.asarray(state.decoder)[head], network[head + 1][0][0], rtol=1e-4
         )
-    anew = training.train_step(compressor, ops, state, 0, loss)
+    anew = trainer.step(ops, state, 0, loss)
     away = np.asarray(anew.encoder) - np.asarray(state.encoder)
     np.testing.assert_allclose(np.abs(away), 0.04, rtol=1e-3, err_msg="no moments of another time")
 
@@ -228,7 +228,7 @@ def test_agrees_with_plain_loops(pattern, feedback, more):
         lambda_rec=1.0,
         lambda_sim=0.5,
         master=compressor.master,
-        common_rank=compressor.common(ranks),
+        common_rank=compressor.exchange.common(ranks) if compressor.by_server else 1,
         momentum=compressor.momentum,
         masking=compressor.masking,
         drawn=lambda step, purpose, count: draw_number(step, purpose, count),
@@ -475,26 +475,26 @@ def test_it_is_trained_again_every_so_often(pattern):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_exact_feedback_does_not_choose_the_same_again_and_again(pattern, monkeypatch):
     """Of what is selected, the share that has come back in the ten steps before."""
-    taken_in, answered = vectors.accumulate_and_select, server.decode_answer
+    taken_in, answered = vectors.Selection.accumulate_and_select, Server.decode_answer
     chosen: list[tuple[int, set[int]]] = []
     came: dict[int, set[int]] = {}
 
-    def taking(lgc, ops, context, *given):
-        taken = taken_in(lgc, ops, context, *given)
+    def taking(selection, ops, context, *given):
+        taken = taken_in(selection, ops, context, *given)
         index = set(taken.index[taken.index < context.layout.sink].tolist())
         if index:
             chosen.append((context.step, index))
-            if not lgc.by_server:
+            if pattern == "ring_allreduce":
                 came[context.step] = index
         return taken
 
-    def answering(lgc, ops, context, answer):
-        found = answered(lgc, ops, context, answer)
+    def answering(server, ops, context, answer):
+        found = answered(server, ops, context, answer)
         came[context.step] = set(found[0].tolist())
         return found
 
-    monkeypatch.setattr(vectors, "accumulate_and_select", taking)
-    monkeypatch.setattr(server, "decode_answer", answering)
+    monkeypatch.setattr(vectors.Selection, "accumulate_and_select", taking)
+    monkeypatch.setattr(Server, "decode_answer", answering)
 
     def share(feedback, one_place=False):
         chosen.clear()
@@ -711,7 +711,7 @@ def test_the_innovation_is_the_largest_tenth_of_each_layer(seed, share):
     compressor = LGCCompressor("parameter_server", alpha=0.1, innovation=share)
     index, values, expected = [], [], {}
     for layer, (offset, size) in enumerate(zip(layout.offsets, layout.sizes)):
-        most = compressor.most(layout)[layer]
+        most = compressor.topk.most(layout)[layer]
         real = random.integers(0, most + 1)  # fewer where a layer has zeros
         mine = np.sort(random.choice(size, real, replace=False)) + offset
         theirs = (random.standard_normal(real) * 10.0 ** (3 * layer)).round(1)
@@ -719,18 +719,16 @@ def test_the_innovation_is_the_largest_tenth_of_each_layer(seed, share):
         count = max(1, int(share * most + 0.5))
         expected |= {int(mine[i]): theirs[i] for i in ranked[:count]}
         index, values = [*index, *mine], [*values, *theirs]
-    missing = compressor.capacity(layout) - len(index)
-    found, held = vectors.innovation(
-        compressor,
+    missing = compressor.topk.capacity(layout) - len(index)
+    found, held = compressor.exchange.innovate(
         TorchOps(),
         layout,
         torch.tensor([*index, *[layout.sink] * missing]).long(),
         torch.tensor([*values, *[0.0] * missing]).float(),
     )
-    assert len(found) == compressor.innovations(layout)
-    assert compressor.innovations_of(layout) == {0.1: (3, 1, 7), 0.4: (12, 1, 28)}.get(
-        share, (30, 1, 70)
-    )
+    innovations = compressor.exchange.innovations(layout)
+    assert len(found) == sum(innovations)
+    assert innovations == {0.1: (3, 1, 7), 0.4: (12, 1, 28)}.get(share, (30, 1, 70))
     found, held = found.tolist(), held.tolist()
     assert found == sorted(found)
     told = {i: v for i, v in zip(found, held) if i < layout.sink}
@@ -773,30 +771,25 @@ def test_a_perfect_autoencoder_loses_nothing(pattern, monkeypatch):
             return torch.stack([sum(mine) / world.size, *mine[: code.shape[0] - 1]])
         return torch.stack(truth["asked"])
 
-    def reconstructed(lgc, ops, context, state, everything, lengths):
+    def reconstructed(server, ops, context, state, everything, lengths):
         del truth["mine"][:]
-        common = lgc.common(context.size)
+        common = server.common(context.size)
         index = truth["index"][common]
         own = [vectors.at(ops, i, v, index) for i, v in zip(truth["index"], truth["values"])]
-        unit = vectors.unit(
-            lgc,
-            ops,
-            world.layout,
-            index,
-            vectors.measure(lgc, ops, world.layout, index, own[common]),
-        )
+        measured = server.units.measure(ops, world.layout, index, own[common])
+        unit = server.units.of_elements(ops, world.layout, index, measured)
         truth["asked"] = [original(ops, v, unit) for v in own]
         truth["index"], truth["values"] = [], []
-        return answer(lgc, ops, context, state, everything, lengths)
+        return answer(server, ops, context, state, everything, lengths)
 
-    def innovation(lgc, ops, layout, index, values):
+    def innovate(server, ops, layout, index, values):
         truth.setdefault("index", []).append(index)
         truth.setdefault("values", []).append(values)
-        return chosen(lgc, ops, layout, index, values)
+        return chosen(server, ops, layout, index, values)
 
-    answer, chosen = server.reconstruct, vectors.innovation
-    monkeypatch.setattr(server, "reconstruct", reconstructed)
-    monkeypatch.setattr(vectors, "innovation", innovation)
+    answer, chosen = Server.reconstruct, Server.innovate
+    monkeypatch.setattr(Server, "reconstruct", reconstructed)
+    monkeypatch.setattr(Server, "innovate", innovate)
     monkeypatch.setattr(autoencoder, "decode", decode)
     step(5)
     assert (

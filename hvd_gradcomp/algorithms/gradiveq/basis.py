@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any
 
-from hvd_gradcomp.algorithms.gradiveq.settings import GradiVeQSettings, GradiVeQState
-from hvd_gradcomp.algorithms.gradiveq.slices import Slices, sizes_of
+from hvd_gradcomp.algorithms.gradiveq.slices import Slices, Slicing, sizes_of
+from hvd_gradcomp.algorithms.gradiveq.state import GradiVeQState
 from hvd_gradcomp.codecs.low_rank import Components, components, dimension
 from hvd_gradcomp.core.collectives import Broadcast
 from hvd_gradcomp.core.compressor import Context
@@ -15,7 +15,7 @@ from hvd_gradcomp.ops import Ops, Tensor
 
 
 def recorded(
-    gradiveq: GradiVeQSettings,
+    slicing: Slicing,
     ops: Ops,
     layout: Layout,
     total: Tensor,
@@ -24,7 +24,7 @@ def recorded(
 ) -> GradiVeQState:
     """Record for each basis some slices of this step's result, and their energy."""
     pieces: list[Any] = []
-    for cut in gradiveq.slices(layout):
+    for cut in slicing.slices(layout):
         slices = cut.cut(ops, total)
         for group in range(cut.groups):
             first, members = group * cut.reuse, cut.members(group)
@@ -40,13 +40,13 @@ def recorded(
 
 
 def learned(
-    gradiveq: GradiVeQSettings, ops: Ops, context: Context, state: GradiVeQState
+    slicing: Slicing, ops: Ops, context: Context, state: GradiVeQState
 ) -> Generator[Any, Any, GradiVeQState]:
     """Compute the bases on one rank and broadcast them, so that all ranks have the same bits."""
     layout = context.layout
-    root, sizes = layout.digest % context.size, sizes_of(gradiveq.slices(layout))
+    root, sizes = layout.digest % context.size, sizes_of(slicing.slices(layout))
     ends = sizes.basis, sizes.basis + sizes.offset, sizes.basis + sizes.offset + sizes.groups
-    sent = _bases(gradiveq, ops, layout, state) if context.rank == root else ops.zeros(ends[2:])
+    sent = _bases(slicing, ops, layout, state) if context.rank == root else ops.zeros(ends[2:])
     flat = yield Broadcast(sent, root)
     dimensions = ops.cast(flat[ends[1] :], "int64")
     return state._replace(
@@ -56,17 +56,17 @@ def learned(
     )
 
 
-def _bases(gradiveq: GradiVeQSettings, ops: Ops, layout: Layout, state: GradiVeQState) -> Tensor:
+def _bases(slicing: Slicing, ops: Ops, layout: Layout, state: GradiVeQState) -> Tensor:
     """Return all bases, then the offsets, then the dimensions; float32."""
-    samples = ops.reshape(state.samples, (gradiveq.sample_steps, -1))
+    samples = ops.reshape(state.samples, (slicing.sample_steps, -1))
     bases, offsets, dimensions = [], [], []
     start = 0
-    for cut in gradiveq.slices(layout):
+    for cut in slicing.slices(layout):
         for _ in range(cut.groups):
             end = start + cut.rows * cut.length
             part_samples, energy = samples[:, start:end], samples[:, end]
             start = end + 1
-            found, used = _basis(gradiveq, ops, cut, part_samples, ops.cast(energy, "float64"))
+            found, used = _basis(slicing, ops, cut, part_samples, ops.cast(energy, "float64"))
             count = found.energy.shape[0]
             basis = found.vectors[:, count - cut.room :]  # [length, room], the strongest last
             column = ops.arange(cut.room) >= cut.room - used
@@ -80,7 +80,7 @@ def _bases(gradiveq: GradiVeQSettings, ops: Ops, layout: Layout, state: GradiVeQ
 
 
 def _basis(
-    gradiveq: GradiVeQSettings, ops: Ops, cut: Slices, samples: Tensor, energy: Tensor
+    slicing: Slicing, ops: Ops, cut: Slices, samples: Tensor, energy: Tensor
 ) -> tuple[Components, Tensor]:
     """Return the components of samples [steps, rows * length], and how many of them to use.
 
@@ -93,10 +93,10 @@ def _basis(
         each = ops.reshape(weight[first:last], (-1, 1)) * ops.full((1, cut.rows), 1.0, "float64")
         return rows, ops.reshape(each, (-1,))
 
-    everything = components(ops, *part(0, gradiveq.sample_steps))
-    if gradiveq.loss_threshold is None:
+    everything = components(ops, *part(0, slicing.sample_steps))
+    if slicing.loss_threshold is None:
         return everything, ops.full((1,), cut.room)
-    fitted = gradiveq.fitted_steps
+    fitted = slicing.fitted_steps
     found = components(ops, *part(0, fitted))
-    share = part(fitted if fitted < gradiveq.sample_steps else 0, gradiveq.sample_steps)
-    return everything, dimension(ops, found, *share, gradiveq.loss_threshold, cut.room)
+    share = part(fitted if fitted < slicing.sample_steps else 0, slicing.sample_steps)
+    return everything, dimension(ops, found, *share, slicing.loss_threshold, cut.room)

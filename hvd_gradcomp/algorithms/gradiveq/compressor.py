@@ -1,27 +1,37 @@
-"""Public class of GradiVeQ: the phases of a cycle."""
+"""Public class of GradiVeQ: its parameters, the layers it projects, and the phases of a cycle."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from hvd_gradcomp.algorithms.gradiveq import basis, projection
-from hvd_gradcomp.algorithms.gradiveq.settings import GradiVeQSettings, GradiVeQState
-from hvd_gradcomp.algorithms.gradiveq.slices import sizes_of
-from hvd_gradcomp.algorithms.gradiveq.stock import FittedGradiVeQ
+from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.algorithms.gradiveq import basis, projection, stock
+from hvd_gradcomp.algorithms.gradiveq.slices import Slicing, sizes_of
+from hvd_gradcomp.algorithms.gradiveq.state import GradiVeQState
+from hvd_gradcomp.algorithms.qsgd import QSGDCompressor
+from hvd_gradcomp.algorithms.wrappers import part
+from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.codecs.quantized import Keeping, LevelsCompressor
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.core import patterns
+from hvd_gradcomp.core import patterns, validate
 from hvd_gradcomp.core.collectives import Allreduce, Switch
-from hvd_gradcomp.core.compressor import Context, Program, Report
+from hvd_gradcomp.core.composite import Composite
+from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
+from hvd_gradcomp.core.layers import Layer, convolves
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.ops import Ops, Tensor
+from hvd_gradcomp.ops import Ops, Tensor, ops_of
+
+_DEFAULT_LOSS = 0.01
+_DRAIN = 4.0  # residuals that a cycle's compressed steps could send
+SAMPLING = {"none": NoneCompressor(), "qsgd": QSGDCompressor(bits=4)}
 
 
 @dataclass(frozen=True, repr=False)
-class GradiVeQCompressor(GradiVeQSettings):
+class GradiVeQCompressor(Clipping, Composite):
     """GradiVeQ: projects slices of convolutions onto principal components (Yu et al. 2018).
 
     A layer is flattened so that the gradients of all filters at one position are adjacent, then
@@ -90,13 +100,124 @@ class GradiVeQCompressor(GradiVeQSettings):
             given.
         TypeError: `sampling` or `other` is not a compressor, or one that takes momentum over.
 
-    >>> cut = GradiVeQCompressor(ratio=8).slices_of((64, 16, 3, 3), filters_last=False)
+    >>> cut = GradiVeQCompressor(ratio=8).slicing.slices_of((64, 16, 3, 3), filters_last=False)
     >>> cut.slices, cut.length, cut.room
     (9, 1024, 128)
     """
 
+    slice_size: int | None = None
+    max_slice: int = 1024
+    loss_threshold: float | None = None
+    ratio: float | None = None
+    reuse: int | None = None
+    warmup_steps: int = 100
+    sample_steps: int = 25
+    compress_steps: int = 100
+    resample_loss: float | None = None
+    sampling: Any = "none"
+    other: Any = None
+    feedback: bool = False
+    max_norm: float | None = None
+
+    state_format = 2  # samples of all slices in turn, and their energy
+    whole_model = False
+    in_common = frozenset(
+        {"samples", "basis", "offset", "dimensions", "start", "drifted", "loss", "sent"}
+    )
+
+    def __post_init__(self) -> None:
+        for name, low in (("slice_size", 1), ("reuse", 1)):
+            if getattr(self, name) is not None:
+                validate.whole(self, name, low=low)
+        validate.whole(self, "max_slice", low=1)
+        if self.loss_threshold is not None and self.ratio is not None:
+            raise ValueError(
+                "GradiVeQCompressor: loss_threshold and ratio fix the same thing; give one, got "
+                f"{self.loss_threshold!r} and {self.ratio!r}"
+            )
+        if self.ratio is not None:
+            validate.real(self, "ratio", low=1, closed="[")
+        else:
+            if self.loss_threshold is None:
+                validate.stands_for(self, "loss_threshold", _DEFAULT_LOSS)
+            validate.real(self, "loss_threshold", low=0, high=1)
+        validate.whole(self, "warmup_steps", low=0)
+        validate.whole(self, "sample_steps", low=2)
+        validate.whole(self, "compress_steps", low=1)
+        if self.resample_loss is not None:
+            validate.real(self, "resample_loss", low=0, high=1, closed="]")
+        validate.boolean(self, "feedback")
+        self.validate_max_norm()
+        if isinstance(self.sampling, str):
+            validate.one_of(self, "sampling", tuple(SAMPLING))
+        for name in ("between", "others"):
+            compressor = getattr(self, name)
+            if compressor.correction is not None or compressor.uses_moments:
+                raise TypeError(
+                    "GradiVeQCompressor: what sampling= or other= names takes over momentum or "
+                    "uses second moments; give it to the layers by hvd_gradcomp.partition instead. "
+                    f"Got {compressor}"
+                )
+
+    @property
+    def children(self) -> dict[str, Compressor]:
+        return {"sampling": self.between}
+
+    def check(self, layout: Layout) -> None:
+        Compressor.check(self, layout)
+
+    @property
+    def between(self) -> Compressor:
+        """Compressor of warm-up and sampling steps."""
+        chosen = SAMPLING.get(self.sampling) if isinstance(self.sampling, str) else self.sampling
+        return part("GradiVeQCompressor: sampling", chosen)
+
+    @property
+    def others(self) -> Compressor:
+        """Compressor of layers that are not convolutions."""
+        return part("GradiVeQCompressor: other", self.other)
+
+    @cached_property
+    def slicing(self) -> Slicing:
+        """Cuts of layers into slices."""
+        return Slicing(
+            self.slice_size,
+            self.max_slice,
+            self.loss_threshold,
+            self.ratio,
+            self.reuse,
+            self.sample_steps,
+        )
+
+    @property
+    def cycle_steps(self) -> int:
+        """Steps of a cycle."""
+        return self.sample_steps + self.compress_steps
+
+    @property
+    def drain(self) -> float:
+        """Share of the residual that is added to each gradient."""
+        return min(1.0, _DRAIN / self.compress_steps)
+
+    # -- which layers it takes ---------------------------------------------------------------
+
+    def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
+        convolutions = list(map(convolves, layers))
+        others = iter(
+            self.others.of_layers([x for x, takes in zip(layers, convolutions) if not takes], ranks)
+        )
+        return [self if takes else next(others) for takes in convolutions]
+
+    def layer_bytes(self, shape: Sequence[int]) -> float | None:
+        if self.ratio is None:
+            return None
+        cut = self.slicing.slices_of(tuple(shape), filters_last=False)
+        return 4 * cut.slices * cut.room
+
+    # -- one step ----------------------------------------------------------------------------
+
     def start(self, ops: Ops, layout: Layout, ranks: int) -> GradiVeQState:
-        cuts = self.slices(layout)
+        cuts = self.slicing.slices(layout)
         sizes = sizes_of(cuts)
         dimensions = [s.room for s in cuts for _ in range(s.groups)]
         return GradiVeQState(
@@ -128,11 +249,11 @@ class GradiVeQCompressor(GradiVeQSettings):
 
         def sample() -> Program:
             total, after = yield from self._whole(ops, context, gradient, state)
-            return total, basis.recorded(self, ops, context.layout, total, elapsed, after)
+            return total, basis.recorded(self.slicing, ops, context.layout, total, elapsed, after)
 
         def learn() -> Program:
             total, after = yield from sample()
-            return total, (yield from basis.learned(self, ops, context, after))
+            return total, (yield from basis.learned(self.slicing, ops, context, after))
 
         def compress() -> Program:
             return self._compressed(ops, context, gradient, state)
@@ -162,7 +283,7 @@ class GradiVeQCompressor(GradiVeQSettings):
         finite, gradient = patterns.check_finite(ops, gradient)
         if self.feedback:
             gradient = ops.accumulate(gradient, state.r * self.drain)
-        code, energy, lost = projection.encode(self, ops, layout, gradient, state)
+        code, energy, lost = projection.encode(self.slicing, ops, layout, gradient, state)
         loss = ops.where(energy > 0, lost / ops.where(energy > 0, energy, 1.0), 0.0)
         sent = ops.concat((code, ops.reshape(loss, (1,)), patterns.poison(ops, finite)))
         total = yield Allreduce(sent, context.prescale, context.postscale)
@@ -173,10 +294,10 @@ class GradiVeQCompressor(GradiVeQSettings):
             state = state._replace(drifted=drifted)
         if self.feedback:
             share = 1.0 / (weight * context.size)
-            missed = gradient - projection.decode(self, ops, layout, code, state, share)
+            missed = gradient - projection.decode(self.slicing, ops, layout, code, state, share)
             state = state._replace(r=state.r * (1.0 - self.drain) + missed)
-        mean = projection.decode(self, ops, layout, total[:-1], state, room=gradient)
-        sent = state.sent + projection.coefficients(self, ops, layout, state)
+        mean = projection.decode(self.slicing, ops, layout, total[:-1], state, room=gradient)
+        sent = state.sent + projection.coefficients(self.slicing, ops, layout, state)
         return mean, state._replace(loss=loss, sent=sent)
 
     # -- optional hooks ----------------------------------------------------------------------
@@ -193,7 +314,7 @@ class GradiVeQCompressor(GradiVeQSettings):
 
     def rehearsed(self, ops: Ops, layout: Layout, state: GradiVeQState, step: int) -> GradiVeQState:
         bases: list[Tensor] = []
-        for cut in self.slices(layout):
+        for cut in self.slicing.slices(layout):
             shape = cut.length, cut.room
             for _ in range(cut.groups):
                 noise = ops.uniform(ops.key(step, len(bases)), cut.length * cut.room) - 0.5
@@ -208,7 +329,9 @@ class GradiVeQCompressor(GradiVeQSettings):
             f"{self}"
         )
 
-    def fit(self, samples: Sequence[Tensor], filters_last: bool | None = None) -> FittedGradiVeQ:
+    def fit(
+        self, samples: Sequence[Tensor], filters_last: bool | None = None
+    ) -> stock.FittedGradiVeQ:
         """Fit a stock Horovod `Compressor`, with a basis for each shape, to earlier gradients.
 
         Args:
@@ -230,4 +353,14 @@ class GradiVeQCompressor(GradiVeQSettings):
             )
         if filters_last is None:
             filters_last = type(samples[0]).__module__.partition(".")[0] == "tensorflow"
-        return FittedGradiVeQ(self, samples, filters_last)
+        shapes: dict[tuple[int, ...], list[Tensor]] = {}
+        for several in samples:
+            shapes.setdefault(tuple(int(n) for n in several.shape[1:]), []).append(several)
+        bases = {}
+        for shape, layers in shapes.items():
+            count = sum(int(several.shape[0]) for several in layers)
+            own = replace(self, sample_steps=count, sampling="none", feedback=False)
+            layout = Layout(("tensor",), (shape,), block=1, filters_last=filters_last)
+            state = own.init(ops_of(layers[0]), layout)
+            bases[shape] = stock.fit(stock.Fitted(own.slicing, layout, state), layers)
+        return stock.FittedGradiVeQ(bases)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from hvd_gradcomp.algorithms.gradiveq.settings import GradiVeQSettings, GradiVeQState
-from hvd_gradcomp.algorithms.gradiveq.slices import Slices
+from hvd_gradcomp.algorithms.gradiveq.slices import Slices, Slicing
+from hvd_gradcomp.algorithms.gradiveq.state import GradiVeQState
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -20,18 +20,16 @@ class Group(NamedTuple):
     offset: Tensor  # [1, length]
 
 
-def groups_of(
-    gradiveq: GradiVeQSettings, ops: Ops, layout: Layout, state: GradiVeQState
-) -> list[Group]:
+def groups_of(slicing: Slicing, ops: Ops, layout: Layout, state: GradiVeQState) -> list[Group]:
     """Return all groups of slices that share a basis, in order."""
     found = []
     start = offset = number = 0
-    for cut in gradiveq.slices(layout):
+    for cut in slicing.slices(layout):
         for group in range(cut.groups):
             basis = state.basis[start : start + cut.length * cut.room]
             basis = ops.reshape(basis, (cut.length, cut.room))
             used: Any = cut.room
-            if gradiveq.loss_threshold is not None and ops.dynamic_shapes:
+            if slicing.loss_threshold is not None and ops.dynamic_shapes:
                 used = ops.staged(state.dimensions[number])
                 basis = basis[:, cut.room - used :]
             beside = ops.reshape(state.offset[offset : offset + cut.length], (1, cut.length))
@@ -43,7 +41,7 @@ def groups_of(
 
 
 def encode(
-    gradiveq: GradiVeQSettings, ops: Ops, layout: Layout, gradient: Tensor, state: GradiVeQState
+    slicing: Slicing, ops: Ops, layout: Layout, gradient: Tensor, state: GradiVeQState
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the coefficients (linear in the gradient), its energy, and the energy lost.
 
@@ -54,7 +52,7 @@ def encode(
     energy = lost = ops.zeros(())
     slices: Any = None
     of_layer = None
-    for cut, group, _, basis, offset in groups_of(gradiveq, ops, layout, state):
+    for cut, group, _, basis, offset in groups_of(slicing, ops, layout, state):
         if cut.groups > 1 and cut is not of_layer:
             slices, of_layer = cut.cut(ops, gradient), cut
         first, members = group * cut.reuse, cut.members(group)
@@ -68,7 +66,7 @@ def encode(
 
 
 def decode(
-    gradiveq: GradiVeQSettings,
+    slicing: Slicing,
     ops: Ops,
     layout: Layout,
     code: Tensor,
@@ -84,7 +82,7 @@ def decode(
     pieces: list[Any] = []
     rows: list[Any] = []
     done, start = 0, 0
-    for cut, group, used, basis, offset in groups_of(gradiveq, ops, layout, state):
+    for cut, group, used, basis, offset in groups_of(slicing, ops, layout, state):
         members = cut.members(group)
         block = ops.reshape(code[start : start + members * used], (members, used))
         start = start + members * used
@@ -104,12 +102,10 @@ def decode(
     return ops.assemble(ops.zeros((layout.size,)) if room is None else room, pieces)
 
 
-def coefficients(
-    gradiveq: GradiVeQSettings, ops: Ops, layout: Layout, state: GradiVeQState
-) -> Tensor:
+def coefficients(slicing: Slicing, ops: Ops, layout: Layout, state: GradiVeQState) -> Tensor:
     """Return the number of coefficients that each layer sends; int64 [layers]."""
     counts: list[Any] = []
-    for cut, group, used, _, _ in groups_of(gradiveq, ops, layout, state):
+    for cut, group, used, _, _ in groups_of(slicing, ops, layout, state):
         if group == 0:
             counts.append(0)
         counts[-1] = counts[-1] + cut.members(group) * used

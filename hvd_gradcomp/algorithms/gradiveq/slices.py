@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
+
+_SAMPLES = 3  # for each dimension, if there are enough slices
+_FILLED = 1.05  # limit of the padded size: the last slice's zeros are projected too
+_LEAST_RATIO = 4  # smallest ratio that a loss_threshold may choose with few sampling steps
 
 
 class Slices(NamedTuple):
@@ -61,3 +69,101 @@ def sizes_of(cuts: Iterable[Slices]) -> Sizes:
         of_group = Sizes(s.rows * s.length + 1, s.length * s.room, s.length, 1)
         sizes = Sizes(*(total + s.groups * size for total, size in zip(sizes, of_group)))
     return sizes
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """Cuts layers into slices that have enough samples for a basis; see `GradiVeQCompressor`."""
+
+    slice_size: int | None
+    max_slice: int
+    loss_threshold: float | None
+    ratio: float | None
+    reuse: int | None
+    sample_steps: int
+
+    def _rows(self, length: int, members: int) -> int:
+        """Return the number of slices that a sampling step records for each basis."""
+        wanted = _SAMPLES * self.min_components(length) + 1
+        return min(members, -(-wanted // self.sample_steps))
+
+    def min_components(self, length: int) -> int:
+        """Return the dimensions of a basis for slices of a length, if there are enough samples."""
+        return max(1, int(length / (_LEAST_RATIO if self.ratio is None else self.ratio)))
+
+    def steps_for(self, cut: Slices) -> int:
+        """Return the sampling steps that give enough samples for `min_components`."""
+        return self.min_components(cut.length) // cut.reuse + 1
+
+    def _room(self, length: int, rows: int) -> int:
+        """Return the maximum number of dimensions of a basis."""
+        samples = rows * self.sample_steps
+        if self.ratio is not None:
+            return max(1, min(length, samples - 1, self.min_components(length)))
+        fitted = self.fitted_steps * rows
+        return max(
+            1, min(length, fitted - 1, max(self.sample_steps - 1, self.min_components(length)))
+        )
+
+    @property
+    def fitted_steps(self) -> int:
+        """Sampling steps to fit a basis to; the others are held out to choose its dimension."""
+        return self.sample_steps - self.sample_steps // 4
+
+    def slices(self, layout: Layout) -> tuple[Slices, ...]:
+        """Return the cut of each layer."""
+        return _slices_of(self, layout)
+
+    def slices_of(self, shape: tuple[int, ...], filters_last: bool, start: int = 0) -> Slices:
+        """Return the cut of a layer of this shape."""
+        axes, size = tuple(range(len(shape))), prod(shape)
+        order = axes if filters_last else (*axes[2:], *axes[:2][::-1])
+        filters = shape[order[-1]] if shape else 1
+        depth = shape[order[-2]] if len(shape) > 1 else 1
+        length = self._length(filters, depth, size)
+        count = -(-size // length)
+        reuse = max(1, min(self.reuse or count, count))
+        rows = self._rows(length, reuse)
+        room = self._room(length, rows)
+        return Slices(start, size, shape, order, length, count, reuse, rows, room)
+
+    def _length(self, filters: int, depth: int, size: int) -> int:
+        """Return the length of a layer's slices."""
+        if self.slice_size is not None or not size:
+            return max(1, min(self.slice_size or 1, size))
+        most = min(self.max_slice, size)
+        if filters * depth < size and filters * depth <= most:
+            most = filters * depth
+        elif filters <= most:
+            most = most // filters * filters
+        lengths = range(most, 0, -min(filters, most))
+        enough = [n for n in lengths if self._samples(-(-size // n)) > self.min_components(n)]
+        full = [n for n in enough if -(-size // n) * n <= _FILLED * size]
+        return (full or enough or lengths[-1:])[0]
+
+    def _samples(self, slices: int) -> int:
+        """Return the maximum number of samples of a basis in a cycle."""
+        return self.sample_steps * min(self.reuse or slices, slices)
+
+    def coefficient_bytes(self, layout: Layout, dimensions: Sequence[int] | None = None) -> int:
+        """Return the bytes that a rank hands to the allreduce of a compressed step.
+
+        Args:
+            dimensions: of each basis; None for the maximum.
+        """
+        counts = iter(dimensions or [s.room for s in self.slices(layout) for _ in range(s.groups)])
+        used = (s.members(g) * next(counts) for s in self.slices(layout) for g in range(s.groups))
+        return 4 * (sum(used) + 2)
+
+    def basis_bytes(self, layout: Layout) -> int:
+        """Return the bytes of the broadcast at the end of a sampling phase."""
+        sizes = sizes_of(self.slices(layout))
+        return 4 * (sizes.basis + sizes.offset + sizes.groups)
+
+
+@lru_cache(maxsize=256)
+def _slices_of(slicing: Slicing, layout: Layout) -> tuple[Slices, ...]:
+    return tuple(
+        slicing.slices_of(shape, layout.filters_last, start)
+        for start, shape in zip(layout.offsets, layout.shapes)
+    )

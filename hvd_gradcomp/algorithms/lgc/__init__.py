@@ -8,15 +8,15 @@ Two patterns. *Ring-allreduce* (`ring`): each step a randomly drawn leader choos
 codes of all ranks are allreduced, and every rank decodes the mean. *Parameter server* (`server`):
 one worker sends a code, all send an innovation, and the master has a decoder for each worker.
 
-    settings    parameters, choice of layers, and bytes sent
-    compressor  the public class: the state, and the phases
-    vectors     operations of both patterns on the selected elements
-    ring        Algorithm 2
-    server      Algorithm 1
+    compressor  the public class: parameters, choice of layers, and phases
+    state       what a rank keeps
+    vectors     the selected elements: how both patterns select, keep and normalize them
+    ring        Algorithm 2, and the loss of its training
+    server      Algorithm 1, and the losses of its training
     training    training of the autoencoder, on one rank
 """
 
 from hvd_gradcomp.algorithms.lgc.compressor import LGCCompressor
-from hvd_gradcomp.algorithms.lgc.settings import LGCState
+from hvd_gradcomp.algorithms.lgc.state import LGCState
 
 __all__ = ["LGCCompressor", "LGCState"]

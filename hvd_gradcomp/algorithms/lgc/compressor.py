@@ -1,31 +1,42 @@
-"""Public class of LGC: its state and its phases."""
+"""Public class of LGC: its parameters, the layers it compresses, its state and its phases."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from math import prod
 from typing import Any
 
-from hvd_gradcomp.algorithms.lgc import ring, server, training, vectors
-from hvd_gradcomp.algorithms.lgc.settings import SAMPLED, LGCSettings, LGCState
+from hvd_gradcomp.algorithms.dense import NoneCompressor
+from hvd_gradcomp.algorithms.dgc import DGCCompressor
+from hvd_gradcomp.algorithms.lgc.ring import Ring
+from hvd_gradcomp.algorithms.lgc.server import Server
+from hvd_gradcomp.algorithms.lgc.state import SAMPLED, LGCState
+from hvd_gradcomp.algorithms.lgc.training import Trainer
+from hvd_gradcomp.algorithms.lgc.vectors import Selection, Units
+from hvd_gradcomp.algorithms.wrappers import after
 from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.core.collectives import Switch
-from hvd_gradcomp.core.compressor import Context, Program, Report
+from hvd_gradcomp.codecs.clipping import Clipping
+from hvd_gradcomp.codecs.momentum import validate_momentum
+from hvd_gradcomp.codecs.topk import count_of
+from hvd_gradcomp.core import patterns, validate
+from hvd_gradcomp.core.collectives import Allreduce, Switch
+from hvd_gradcomp.core.compressor import Compressor, Context, Correction, Program, Report, derived
+from hvd_gradcomp.core.layers import Layer, traits_of
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
-_NOT_CONVERGED = (
-    "LGC: the loss of the autoencoder has not fallen to {bound} of the gradient's energy by the "
-    "end of its {steps} training steps, so values go on to travel uncompressed. Try a larger "
-    "ae_lr or train_steps, then call hvd.retrain(optimizer); compression_stats(...).losses has "
-    "the loss"
-)
-
-
+PATTERNS = ("ring_allreduce", "parameter_server")
+OPTIMIZERS = ("sgd", "adam")
+SCALES = ("layer", "model")
+FEEDBACK = ("exact", "paper")
 _LEARNED = ("encoder", "decoder", "late", "seen", "loss")
 
 
 @dataclass(frozen=True, repr=False)
-class LGCCompressor(LGCSettings):
+class LGCCompressor(Clipping, Compressor):
     """LGC: sends a learned code of the largest accumulated velocities (Abrahamyan et al. 2021).
 
     For `full_steps` full gradients are exchanged. Then momentum correction and residual work as
@@ -123,8 +134,181 @@ class LGCCompressor(LGCSettings):
     'ring_allreduce'
     """
 
-    def velocity(self, state: LGCState) -> Tensor | None:
-        return state.memory.u if self.momentum else None
+    pattern: str = "ring_allreduce"
+    alpha: float = 0.001
+    full_steps: int = 200
+    train_steps: int = 300
+    innovation: float = 0.1
+    signs: bool = True
+    scale: str = "layer"
+    ae_lr: float = 0.001
+    ae_optimizer: str = "sgd"
+    ae_steps: int = 1
+    lambda_rec: float = 1.0
+    lambda_sim: float = 0.5
+    master: int = 0
+    common_rank: int | None = None
+    first_layer: str | Sequence[str] | None = None
+    last_layer: str | Sequence[str] | None = None
+    index_coding: str = "deflate"
+    feedback: str = "exact"
+    momentum: float | None = None
+    nesterov: bool | None = None
+    masking: bool = True
+    retrain_loss: float | None = None
+    retrain_every: int | None = None
+    seed: int = 0
+    max_norm: float | None = None
+
+    state_format = 2  # has `owed` beside the residual, and the samples of the loss
+    replicated = frozenset({"start", "ready", "drifted"})
+    reset_on_merge = frozenset({"hint", "asked"})
+    whole_model = True
+
+    def __post_init__(self) -> None:
+        validate.one_of(self, "pattern", PATTERNS)
+        for name in ("alpha", "innovation"):
+            validate.real(self, name, low=0, high=1, closed="]")
+        for name in ("full_steps", "train_steps", "ae_steps"):
+            validate.whole(self, name, low=1)
+        validate.real(self, "ae_lr", low=0)
+        validate.one_of(self, "ae_optimizer", OPTIMIZERS)
+        validate.boolean(self, "signs")
+        validate.one_of(self, "scale", SCALES)
+        for name in ("lambda_rec", "lambda_sim"):
+            validate.real(self, name, low=0, closed="[")
+        validate.whole(self, "master", low=0)
+        if self.common_rank is not None:
+            validate.whole(self, "common_rank", low=0)
+        for name in ("first_layer", "last_layer"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                validate.stands_for(self, name, tuple(value))
+        validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+        validate.one_of(self, "feedback", FEEDBACK)
+        validate_momentum(self)
+        if self.retrain_loss is not None:
+            validate.real(self, "retrain_loss", low=0)
+        if self.retrain_every is not None:
+            validate.whole(self, "retrain_every", low=1)
+        validate.whole(self, "seed", low=0)
+        self.validate_max_norm()
+
+    # -- its parts ---------------------------------------------------------------------------
+
+    @property
+    def by_server(self) -> bool:
+        """True with a parameter server."""
+        return self.pattern == "parameter_server"
+
+    @cached_property
+    def topk(self) -> DGCCompressor:
+        """DGC with the same parameters, which accumulates and selects."""
+        return DGCCompressor(
+            density=self.alpha,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            masking=self.masking,
+            index_coding=self.index_coding,
+        )
+
+    @cached_property
+    def trainer(self) -> Trainer:
+        """Trainer of the autoencoder."""
+        adam = self.ae_optimizer == "adam"
+        return Trainer(self.train_steps, self.ae_steps, self.ae_lr, adam, self.retrain_loss)
+
+    @cached_property
+    def exchange(self) -> Ring | Server:
+        """Exchange of the pattern, for the steps after the first phase."""
+        selection = Selection(self.topk, self.feedback == "exact")
+        units = Units(self.signs, self.scale == "layer")
+        if not self.by_server:
+            return Ring(self, selection, units, self.trainer, self.master, self.seed)
+        return Server(
+            self,
+            selection,
+            units,
+            self.trainer,
+            self.master,
+            self.common_rank,
+            self.innovation,
+            self.lambda_rec,
+            self.lambda_sim,
+        )
+
+    # -- which layers it takes ---------------------------------------------------------------
+
+    @derived
+    def needs_execution_order(self) -> bool:
+        return self.first_layer is None or self.last_layer is None
+
+    def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
+        self.check_ranks(ranks)
+        first = _chosen(layers, "first_layer", self.first_layer, "first")
+        last = _chosen(layers, "last_layer", self.last_layer, "last") - first
+        if len(first) + len(last) >= len(layers):
+            raise ValueError(
+                f"LGCCompressor: no layer is left for the autoencoder: of {len(layers)}, "
+                f"{_named(layers, first)} are sent dense as first layer and "
+                f"{_named(layers, last)} without it as "
+                "last. Name others by first_layer= and last_layer= (an empty tuple for none), or "
+                "use DGCCompressor"
+            )
+        plain: Compressor = NoneCompressor()
+        topk = replace(self.topk, clip_norm=self.max_norm)
+        late = after(self.full_steps, None, topk)
+        return [
+            plain if place in first else late if place in last else self
+            for place in range(len(layers))
+        ]
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raise a ValueError if `master` or `common_rank` does not exist."""
+        for name in ("master", "common_rank"):
+            value = getattr(self, name)
+            if value is not None and value >= ranks:
+                raise ValueError(
+                    f"LGCCompressor: {name} must be a rank in [0, {ranks - 1}], got {value}; "
+                    f"{ranks} ranks exchange"
+                )
+
+    def check(self, layout: Layout) -> None:
+        super().check(layout)
+        selected = self.topk.capacity(layout)
+        if selected < autoencoder.STRIDE:
+            raise ValueError(
+                f"LGCCompressor: alpha={self.alpha} selects {selected} of {layout.elements} "
+                f"elements ({', '.join(layout.names[:8])}); the autoencoder needs a vector of at "
+                f"least {autoencoder.STRIDE}. Raise alpha, or use DGCCompressor"
+            )
+        if selected * len(layout.names) >= 1 << 32:  # sort keys of layer and value have 63 bits
+            raise ValueError(
+                f"LGCCompressor: alpha={self.alpha} selects {selected} elements of "
+                f"{len(layout.names)} layers, more than can be ranked. Lower alpha"
+            )
+
+    # -- sizes -------------------------------------------------------------------------------
+
+    def compressed_bytes(self, layout: Layout, ranks: int) -> dict[str, int]:
+        """Return the bytes handed to collectives in a compressed step, headers included.
+
+        Ring-allreduce: "leader" by broadcast, "worker" by allreduce from every rank. Parameter
+        server: "worker" from every rank, "common" from one in addition, "master" back from one.
+        """
+        return self.exchange.compressed_bytes(layout, ranks)
+
+    def layer_bytes(self, shape: Sequence[int]) -> float:
+        """Return a compressed step's bytes of a ring leader, or of a worker without a code."""
+        size = prod(shape)
+        count = self.topk.count(size)
+        if self.by_server:
+            own = count_of(count, self.innovation)
+            return own * (4 + self.topk.coding.bits(size, own) / 8)
+        units = count * self.signs / 8 + 4 * (self.scale == "layer")
+        return count * (1 + self.topk.coding.bits(size, count) / 8) + units
+
+    # -- its state ---------------------------------------------------------------------------
 
     def init(self, ops: Ops, layout: Layout) -> LGCState:
         return self.start(ops, layout, 1)
@@ -133,15 +317,15 @@ class LGCCompressor(LGCSettings):
         self.check_ranks(ranks)
         self.check(layout)
         return LGCState(
-            memory=self.init_memory(ops, layout),
+            memory=self.topk.init_memory(ops, layout),
             owed=ops.zeros((layout.size,)) if self.feedback == "exact" else (),
-            **self._untrained(ops, ranks if self.by_server else 1),
+            **self._untrained(ops, self.exchange.heads(ranks)),
             loss=ops.full((), float("nan"), "float32"),
             start=ops.host(self.full_steps),
             ready=ops.host(0),
             drifted=ops.host(0),
             sent=ops.zeros((len(layout.names),), "int64"),
-            hint=self.unknown(ops, layout),
+            hint=self.topk.unknown(ops, layout),
         )
 
     def _untrained(self, ops: Ops, heads: int) -> dict[str, Any]:
@@ -152,7 +336,7 @@ class LGCCompressor(LGCSettings):
         return {
             "encoder": encoder,
             "decoder": decoder,
-            "moments": training.no_moments(self, ops, encoder, decoder),
+            "moments": self.trainer.no_moments(ops, encoder, decoder),
             "late": ops.zeros(()),
             "seen": ops.zeros((2,)),
             "asked": ops.zeros((2, SAMPLED)) if self.by_server else (),
@@ -170,7 +354,7 @@ class LGCCompressor(LGCSettings):
         # Each rank has a decoder, and new ranks have no encoder; nor, in the first phase, the
         # replicated velocity.
         self.check_ranks(ranks)
-        state = self._restarted(ops, state, ranks if self.by_server else 1)
+        state = self._restarted(ops, state, self.exchange.heads(ranks))
         if self.momentum and step < self.full_steps:
             state = state._replace(memory=state.memory._replace(u=state.memory.u * 0))
         return state._replace(start=ops.host(max(int(step), self.full_steps)))
@@ -184,6 +368,19 @@ class LGCCompressor(LGCSettings):
         learned = path.startswith("moments") or path in _LEARNED
         return self.master if common or learned else None
 
+    def velocity(self, state: LGCState) -> Tensor | None:
+        return state.memory.u if self.momentum else None
+
+    def with_velocity(self, state: LGCState, velocity: Tensor) -> LGCState:
+        return self.topk.with_velocity(state, velocity)
+
+    @property
+    def correction(self) -> Correction:
+        return self.momentum, self.nesterov
+
+    def corrected(self, momentum: float, nesterov: bool) -> Compressor:
+        return replace(self, momentum=momentum, nesterov=nesterov)
+
     def report(self, layout: Layout, state: LGCState, steps: int, since: int = 0) -> Report:
         whole = min(steps - since, self.full_steps)
         sent = [int(n) + whole * size for n, size in zip(state.sent, layout.sizes)]
@@ -191,6 +388,13 @@ class LGCCompressor(LGCSettings):
 
     def residual(self, state: LGCState) -> Tensor:
         return state.memory.r + state.owed if self.feedback == "exact" else state.memory.r
+
+    def inherit(
+        self, ops: Ops, state: LGCState, gradient: Tensor, residual: Tensor
+    ) -> tuple[LGCState, Tensor]:
+        return self.topk.inherit(ops, state, gradient, residual)
+
+    # -- one step ----------------------------------------------------------------------------
 
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: LGCState, **extra: Tensor
@@ -206,16 +410,55 @@ class LGCCompressor(LGCSettings):
         state = state._replace(start=host(start), ready=host(ready), drifted=host(0))
         steps, elapsed = self.train_steps, context.step - start
         if context.rank == self.master:
-            message = _NOT_CONVERGED.format(bound=training.CONVERGED, steps=steps)
-            ops.warn((elapsed == steps) & (ready != 1), message)
+            self.trainer.warn_unless_ready(ops, elapsed, ready)
         phase = ops.bisect((-1, steps - 2, steps - 1), elapsed)
         phase = ops.pick((elapsed >= steps) & (ready != 1), 4, phase)
-        program = server.program if self.by_server else ring.program
+        step, inputs = self.exchange.step, (ops, context, gradient, state)
         branches = (
-            lambda: vectors.whole(self, ops, context, gradient, state),
-            lambda: program(self, ops, context, gradient, state, elapsed, train=True),
-            lambda: program(self, ops, context, gradient, state, elapsed, train=True, last=True),
-            lambda: program(self, ops, context, gradient, state, elapsed, compress=True),
-            lambda: program(self, ops, context, gradient, state, elapsed),
+            lambda: self._whole(*inputs),
+            lambda: step(*inputs, elapsed, train=True),
+            lambda: step(*inputs, elapsed, train=True, last=True),
+            lambda: step(*inputs, elapsed, compress=True),
+            lambda: step(*inputs, elapsed),
         )
         return (yield Switch(phase, branches))
+
+    def _whole(self, ops: Ops, context: Context, gradient: Tensor, state: LGCState) -> Program:
+        """Run a step of the first phase; momentum after the exchange becomes the velocity `u`."""
+        finite, gradient = patterns.check_storable(ops, gradient)
+        vector = ops.concat((gradient, patterns.poison(ops, finite)))
+        total = yield Allreduce(vector, context.prescale, context.postscale)
+        total = patterns.strip_poison(ops, total)
+        if not self.momentum:
+            return total, state
+        ahead, u = ops.zeros(total.shape), state.memory.u * 1
+        ahead, u = ops.advance(ahead, u, total, self.momentum, bool(self.nesterov))
+        return ahead, state._replace(memory=state.memory._replace(u=u))
+
+
+def _chosen(
+    layers: Sequence[Layer], name: str, value: str | Sequence[str] | None, role: str
+) -> set[int]:
+    """Return the positions of the layers that the hyper-parameter `name` selects."""
+    if value is None:
+        return {i for i, layer in enumerate(traits_of(layers)) if role in layer.roles}
+    wanted = (value,) if isinstance(value, str) else value
+    found: set[int] = set()
+    for pattern in wanted:
+        hits = {
+            place
+            for place, (title, _, _) in enumerate(layers)
+            if fnmatchcase(title, pattern) or title.startswith((f"{pattern}.", f"{pattern}/"))
+        }
+        if not hits:
+            raise ValueError(
+                f"LGCCompressor: {name}={pattern!r} matches no layer; there are "
+                + ", ".join(title for title, _, _ in layers[:8])
+                + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
+            )
+        found |= hits
+    return found
+
+
+def _named(layers: Sequence[Layer], places: set[int]) -> str:
+    return ", ".join(layers[place][0] for place in sorted(places)) or "none"

@@ -1,17 +1,19 @@
-"""Operations of both patterns on the selected elements, one vector for the model."""
+"""The selected elements of all layers as one vector, as both patterns send them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hvd_gradcomp.algorithms.lgc.settings import LGCSettings, LGCState
+from hvd_gradcomp.algorithms.dgc import DGCCompressor
+from hvd_gradcomp.algorithms.lgc.state import LGCState
 from hvd_gradcomp.codecs import autoencoder
+from hvd_gradcomp.codecs.indices import IndexCoding
 from hvd_gradcomp.codecs.sparse import Memory
 from hvd_gradcomp.codecs.topk_select import largest
 from hvd_gradcomp.core import patterns, wire
-from hvd_gradcomp.core.collectives import Allreduce
-from hvd_gradcomp.core.compressor import Context, Program
+from hvd_gradcomp.core.compressor import Compressor, Context
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.interface.bitpack import GROUP
@@ -29,143 +31,130 @@ class Selected(NamedTuple):
     hint: Tensor  # float32 [layers], magnitude to search from in the next step
 
 
-def whole(
-    lgc: LGCSettings, ops: Ops, context: Context, gradient: Tensor, state: LGCState
-) -> Program:
-    """Run a step of the first phase; momentum after the exchange becomes the velocity `u`."""
-    finite, gradient = patterns.check_storable(ops, gradient)
-    vector = ops.concat((gradient, patterns.poison(ops, finite)))
-    total = yield Allreduce(vector, context.prescale, context.postscale)
-    total = patterns.strip_poison(ops, total)
-    if not lgc.momentum:
-        return total, state
-    ahead, u = ops.zeros(total.shape), state.memory.u * 1
-    ahead, u = ops.advance(ahead, u, total, lgc.momentum, bool(lgc.nesterov))
-    return ahead, state._replace(memory=state.memory._replace(u=u))
+@dataclass(frozen=True)
+class Selection:
+    """Selects elements as DGC does, and keeps what an exchange takes from or owes to them."""
+
+    topk: DGCCompressor
+    exact: bool  # with exact feedback, see `LGCCompressor`
+
+    def accumulate_and_select(
+        self,
+        ops: Ops,
+        context: Context,
+        finite: Any,
+        gradient: Tensor,
+        state: LGCState,
+        chooses: Any = True,
+    ) -> Selected:
+        """Accumulate the gradient and select each layer's largest elements, without removing them.
+
+        A gradient that is known to be non-finite is ignored: the step is going to fail.
+
+        Args:
+            chooses: True if this rank selects; a bool, or a scalar in a graph. Else it finds
+                nothing.
+        """
+        topk, layout = self.topk, context.layout
+        most, capacity = topk.most(layout), topk.capacity(layout)
+        nothing = ops.full((capacity,), layout.sink)
+        if finite is False:
+            return Selected(state.memory, nothing, state.hint)
+        flag, scope = ops.words((chooses,)), Scope(layout, whole=False)
+        hint = ops.where(flag > 0, state.hint, float("inf"))
+        if ops.topk_kernels is not None and topk.rule is not None:
+            # A body of plain indices and values: the kernel does not code indices.
+            written = ops.topk_kernels.write(
+                topk.rule._replace(masking=False),
+                scope,
+                Form.plain(capacity),
+                context.step,
+                ops.words(most) * flag,
+                most,
+                hint,
+                state.memory,
+                gradient,
+                state.sent,
+            )
+            index = ops.from_bytes(written.body[: 4 * capacity], "uint32")
+            values = ops.from_bytes(written.body[4 * capacity :], "float32")
+            memory = type(state.memory)(*written.memory)
+            # TensorFlow's kernel has already removed the values; those that do not fit must stay.
+            memory = memory._replace(r=ops.put(memory.r, index, values))
+            return Selected(memory, index, ops.where(flag > 0, written.hint, state.hint))
+        found, memory = topk.collected(ops, scope, gradient, state._replace(hint=hint))
+
+        def choose() -> tuple[Tensor, Tensor]:
+            selection, code, hint = largest(
+                ops, scope, memory.r, ops.words(most), most, context.step, found
+            )
+            sent = selection.fitting(code, capacity, context.step)
+            return ops.reshape(sent.index, (capacity,)), hint
+
+        index, hint = ops.cond(chooses, choose, lambda: (nothing, state.hint))
+        return Selected(memory, ops.sort(index), hint)
+
+    def values_to_send(self, ops: Ops, state: LGCState, index: Tensor) -> Tensor:
+        """Return the values of `r` at some indices, plus `owed` there; 0 in the sink."""
+        values = ops.gather(state.memory.r, index)
+        return values + ops.gather(state.owed, index) if self.exact else values
+
+    def set_owed(self, ops: Ops, state: LGCState, index: Tensor, values: Any) -> LGCState:
+        """Return the state with `owed` set to `values` at some indices."""
+        if not self.exact:
+            return state
+        return state._replace(owed=ops.clear_last(ops.put(state.owed, index, values)))
+
+    def commit(self, ops: Ops, state: LGCState, index: Tensor) -> LGCState:
+        """Return the state after values were exchanged without loss."""
+        memory = self.topk.without_sink(ops, self.topk.commit(ops, state.memory, index))
+        return self.set_owed(ops, state._replace(memory=memory), index, 0.0)
 
 
-def accumulate_and_select(
-    lgc: LGCSettings,
-    ops: Ops,
-    context: Context,
-    finite: Any,
-    gradient: Tensor,
-    state: LGCState,
-    chooses: Any = True,
-) -> Selected:
-    """Accumulate the gradient and select each layer's largest elements, without removing them.
+@dataclass(frozen=True)
+class Units:
+    """Normalizes all ranks' vectors by one rank's, so that the autoencoder sees similar ones."""
 
-    A gradient that is known to be non-finite is ignored: the step is going to fail.
+    signs: bool
+    by_layer: bool  # one RMS for each layer; else one for the model
 
-    Args:
-        chooses: True if this rank selects; a bool, or a scalar in a graph. Else it finds nothing.
-    """
-    layout = context.layout
-    most, capacity = lgc.most(layout), lgc.capacity(layout)
-    nothing = ops.full((capacity,), layout.sink)
-    if finite is False:
-        return Selected(state.memory, nothing, state.hint)
-    flag, scope = ops.words((chooses,)), Scope(layout, whole=False)
-    hint = ops.where(flag > 0, state.hint, float("inf"))
-    if ops.topk_kernels is not None and lgc.rule is not None:
-        # A body of plain indices and values: the kernel does not code indices.
-        written = ops.topk_kernels.write(
-            lgc.rule._replace(masking=False),
-            scope,
-            Form.plain(capacity),
-            context.step,
-            ops.words(most) * flag,
-            most,
-            hint,
-            state.memory,
-            gradient,
-            state.sent,
-        )
-        index = ops.from_bytes(written.body[: 4 * capacity], "uint32")
-        values = ops.from_bytes(written.body[4 * capacity :], "float32")
-        memory = type(state.memory)(*written.memory)
-        # TensorFlow's kernel has already removed the values; those that do not fit must stay.
-        memory = memory._replace(r=ops.put(memory.r, index, values))
-        return Selected(memory, index, ops.where(flag > 0, written.hint, state.hint))
-    found, memory = lgc.collected(ops, scope, gradient, state._replace(hint=hint))
+    def parts(self, layout: Layout, capacity: int) -> dict[str, wire.Part]:
+        """Return the parts of `measure` in a payload."""
+        signs = {"signs": wire.Part("uint32", -(-capacity // GROUP))} if self.signs else {}
+        return {**signs, "scale": wire.Part("float32", len(layout.names) if self.by_layer else 1)}
 
-    def choose() -> tuple[Tensor, Tensor]:
-        selection, code, hint = largest(
-            ops, scope, memory.r, ops.words(most), most, context.step, found
-        )
-        sent = selection.fitting(code, capacity, context.step)
-        return ops.reshape(sent.index, (capacity,)), hint
+    def measure(self, ops: Ops, layout: Layout, index: Tensor, values: Tensor) -> dict[str, Tensor]:
+        """Return the parts that normalize all ranks' values: one rank's RMS and signs.
 
-    index, hint = ops.cond(chooses, choose, lambda: (nothing, state.hint))
-    return Selected(memory, ops.sort(index), hint)
+        Args:
+            index: ascending.
+            values: of the rank whose code the others have to match.
+        """
+        parts = {}
+        if self.signs:
+            missing = -values.shape[0] % GROUP
+            negative = ops.cast(ops.concat((values, ops.zeros((missing,)))) < 0, "int64")
+            parts["signs"] = ops.pack(negative, 1)
+        if self.by_layer:
+            parts["scale"] = _rms_of_layers(ops, layout, index, values)
+        else:
+            mean = ops.reshape(ops.sum(values * values), (1,)) * (1.0 / values.shape[0])
+            parts["scale"] = ops.where(mean > 0, ops.sqrt(mean), 1.0)
+        return parts
 
-
-def values_to_send(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor) -> Tensor:
-    """Return the values of `r` at some indices, plus `owed` there; 0 in the sink."""
-    values = ops.gather(state.memory.r, index)
-    return values + ops.gather(state.owed, index) if lgc.feedback == "exact" else values
-
-
-def set_owed(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor, values: Any) -> LGCState:
-    """Return the state with `owed` set to `values` at some indices."""
-    if lgc.feedback == "paper":
-        return state
-    return state._replace(owed=ops.clear_last(ops.put(state.owed, index, values)))
-
-
-def commit(lgc: LGCSettings, ops: Ops, state: LGCState, index: Tensor) -> LGCState:
-    """Return the state after values were exchanged without loss."""
-    memory = lgc.without_sink(ops, lgc.commit(ops, state.memory, index))
-    return set_owed(lgc, ops, state._replace(memory=memory), index, 0.0)
-
-
-def pack(lgc: LGCSettings, ops: Ops, context: Context, finite: Any, body: Tensor) -> Tensor:
-    """Pack a body with its header."""
-    return wire.pack(ops, patterns.header_of(lgc, context, finite), body)
-
-
-def unpack(
-    lgc: LGCSettings, ops: Ops, context: Context, buffers: Tensor
-) -> tuple[wire.Header, Tensor]:
-    """Unpack the headers and the bodies."""
-    expected, spec = patterns.header_of(lgc, context), patterns.reduction_spec(context, {})
-    return wire.unpack(ops, expected, buffers, spec)
-
-
-def count_sent(ops: Ops, layout: Layout, state: LGCState, index: Tensor) -> LGCState:
-    """Return the state with the sent elements counted."""
-    return state._replace(sent=state.sent + per_layer(ops, layout, index))
-
-
-def per_layer(ops: Ops, layout: Layout, index: Tensor) -> Tensor:
-    """Count the elements of each layer, without the sink; int64 [layers]."""
-    real = ops.cast(index < layout.sink, "int64")
-    return ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
-
-
-# -- in units of the autoencoder ---------------------------------------------------------------
-
-
-def measure(
-    lgc: LGCSettings, ops: Ops, layout: Layout, index: Tensor, values: Tensor
-) -> dict[str, Tensor]:
-    """Return the parts that normalize all ranks' values: one rank's RMS and signs.
-
-    Args:
-        index: ascending.
-        values: of the rank whose code the others have to match.
-    """
-    parts = {}
-    if lgc.signs:
-        missing = -values.shape[0] % GROUP
-        negative = ops.cast(ops.concat((values, ops.zeros((missing,)))) < 0, "int64")
-        parts["signs"] = ops.pack(negative, 1)
-    if lgc.scale == "layer":
-        parts["scale"] = _rms_of_layers(ops, layout, index, values)
-    else:
-        mean = ops.reshape(ops.sum(values * values), (1,)) * (1.0 / values.shape[0])
-        parts["scale"] = ops.where(mean > 0, ops.sqrt(mean), 1.0)
-    return parts
+    def of_elements(
+        self, ops: Ops, layout: Layout, index: Tensor, parts: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the unit of each element from the parts of `measure`; float32 [selected]."""
+        scale = parts["scale"]
+        if self.by_layer:
+            scale = ops.gather(scale, layer_of(ops, layout, index))
+        else:
+            scale = scale + ops.zeros(tuple(index.shape))
+        if not self.signs:
+            return scale
+        negative = ops.unpack(parts["signs"], 1)[: index.shape[0]] > 0
+        return ops.where(negative, -scale, scale)
 
 
 def _rms_of_layers(ops: Ops, layout: Layout, index: Tensor, values: Tensor) -> Tensor:
@@ -179,42 +168,57 @@ def _rms_of_layers(ops: Ops, layout: Layout, index: Tensor, values: Tensor) -> T
     return ops.where(root > 0, root, 1.0)
 
 
-def unit(
-    lgc: LGCSettings, ops: Ops, layout: Layout, index: Tensor, parts: Mapping[str, Tensor]
-) -> Tensor:
-    """Return the unit of each element from the parts of `measure`; float32 [selected]."""
-    scale = parts["scale"]
-    if lgc.scale == "layer":
-        scale = ops.gather(scale, layer_of(ops, layout, index))
-    else:
-        scale = scale + ops.zeros(tuple(index.shape))
-    if not lgc.signs:
-        return scale
-    negative = ops.unpack(parts["signs"], 1)[: index.shape[0]] > 0
-    return ops.where(negative, -scale, scale)
-
-
 def to_units(ops: Ops, values: Tensor, unit: Tensor) -> Tensor:
     """Divide values by their units, padded with zeros to the autoencoder's length."""
     missing = autoencoder.padded(values.shape[0]) - values.shape[0]
     return ops.concat((values / unit, ops.zeros((missing,))))
 
 
+def count_sent(ops: Ops, layout: Layout, state: LGCState, index: Tensor) -> LGCState:
+    """Return the state with the sent elements counted."""
+    return state._replace(sent=state.sent + per_layer(ops, layout, index))
+
+
+def per_layer(ops: Ops, layout: Layout, index: Tensor) -> Tensor:
+    """Count the elements of each layer, without the sink; int64 [layers]."""
+    real = ops.cast(index < layout.sink, "int64")
+    return ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
+
+
+# -- payloads ----------------------------------------------------------------------------------
+
+
+def pack(compressor: Compressor, ops: Ops, context: Context, finite: Any, body: Tensor) -> Tensor:
+    """Pack a body with its header."""
+    return wire.pack(ops, patterns.header_of(compressor, context, finite), body)
+
+
+def unpack(
+    compressor: Compressor, ops: Ops, context: Context, buffers: Tensor
+) -> tuple[wire.Header, Tensor]:
+    """Unpack the headers and the bodies."""
+    expected, spec = patterns.header_of(compressor, context), patterns.reduction_spec(context, {})
+    return wire.unpack(ops, expected, buffers, spec)
+
+
 # -- short vectors -----------------------------------------------------------------------------
 
 
-def innovation(
-    lgc: LGCSettings, ops: Ops, layout: Layout, index: Tensor, values: Tensor
+def largest_of_layers(
+    ops: Ops, layout: Layout, counts: Sequence[int], index: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Select the largest of each layer's elements, of equal ones the first.
 
     Args:
+        ops, layout: of the bucket.
+        counts: how many of each layer.
         index: ascending, unused slots hold the sink.
+        values: at these indices.
 
     Returns:
-        Their indices and values, [innovations] each.
+        Their indices and values, [sum of counts] each.
     """
-    counts, length = lgc.innovations_of(layout), values.shape[0]
+    length = values.shape[0]
     layer = layer_of(ops, layout, index)  # ascending too, so unchanged by the sort
     weakness = _MAGNITUDE - ops.float_bits(ops.abs(values))
     ranked = ops.sort((layer * (1 << 31) + weakness) * length + ops.arange(length)) % length
@@ -234,19 +238,21 @@ def in_order(ops: Ops, index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sent_by_ranks(
-    lgc: LGCSettings, ops: Ops, layout: Layout, payload: dict[str, Tensor], count: int
+    ops: Ops, layout: Layout, coding: IndexCoding, payload: Mapping[str, Tensor], count: int
 ) -> list[tuple[Tensor, Tensor]]:
     """Return each rank's indices, ascending, and values from an unpacked payload of all.
 
     Args:
+        ops, layout: of the bucket.
+        coding: of the indices.
+        payload: its parts; "values" is float32 [ranks, count].
         count: the number of elements that each rank sends.
     """
     sent = []
     for rank in range(payload["values"].shape[0]):
         indices = {name: part[rank] for name, part in payload.items() if name != "values"}
-        sent.append(
-            in_order(ops, lgc.coding.decode(ops, layout, indices, count), payload["values"][rank])
-        )
+        index = coding.decode(ops, layout, indices, count)
+        sent.append(in_order(ops, index, payload["values"][rank]))
     return sent
 
 

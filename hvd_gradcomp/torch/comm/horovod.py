@@ -24,6 +24,7 @@ from horovod.torch import mpi_ops
 from hvd_gradcomp.core.collectives import Allreduce, Gather, goes_as_sum
 from hvd_gradcomp.ops import PayloadError
 from hvd_gradcomp.runtime import hierarchy, stall_inspector, typed_json
+from hvd_gradcomp.runtime.program_runner import Groups, HostPosition
 from hvd_gradcomp.runtime.unique_names import UniqueNames
 from hvd_gradcomp.torch.comm import recorded
 
@@ -259,7 +260,7 @@ class HorovodBackend:
         every: torch.Tensor = mpi_ops.allgather(row[None], f"{self.name}.verify", self._set)
         return every
 
-    def make_groups(self, place: hierarchy.HostPosition) -> hierarchy.Groups:
+    def make_groups(self, place: HostPosition) -> Groups:
         """Make the process sets of hosts, on all ranks together; see `Participants`."""
 
         def gather(item: Any, kind: Any) -> list[Any]:
