@@ -41,8 +41,9 @@ triton := $(if $(kernels),$(VENV_TRITON)/bin/python,$(PYTHON))
 run = PATH="$(path)" $(python)
 pages = $(addprefix docs/tutorial/,first-run.md hosts.md choosing.md mixed-precision.md \
 	checkpoints.md watching.md) docs/extending.md
+# Python compiles what it imports, on every core; pip would compile 18,000 files one by one.
 pip = $(VENV)/bin/python -m pip --disable-pip-version-check install -qq --progress-bar off \
-	--constraint docker/constraints.txt
+	--no-compile --constraint docker/constraints.txt
 
 # TensorFlow's start-up lines would flood the output; Open MPI refuses root and more ranks than
 # cores, and both are usual in a container; two ranks of one thread each fill two cores, more
