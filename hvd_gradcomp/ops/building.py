@@ -15,6 +15,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -138,10 +139,15 @@ def build_operations(folder: Path | None = None, anew: bool = False) -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         own, made = Path(scratch, "operations.o"), Path(scratch, target.name)
         native = [Path(scratch, Path(name).stem + ".o") for name in NATIVE]
-        for name, result in zip(NATIVE, native):
-            _run([c, *FLAGS, "-fPIC", "-c", HERE / name, "-o", result])
         plain = ["-O2", "-DNDEBUG", "-fPIC", "-w"]
-        _run([cpp, *compiling, *plain, "-c", HERE / OPERATIONS, "-o", own])
+        with ThreadPoolExecutor(2) as pool:  # the first takes as long as all others
+            first = pool.submit(_run, [cpp, *compiling, *plain, "-c", HERE / OPERATIONS, "-o", own])
+            compilations = [
+                pool.submit(_run, [c, *FLAGS, "-fPIC", "-c", HERE / name, "-o", result])
+                for name, result in zip(NATIVE, native)
+            ]
+            for compiled in (*compilations, first):
+                compiled.result()
         _run([cpp, "-shared", own, *native, *linking, "-o", made])
         _place(made, target)
     for old in folder.glob(f"_tensorflow-{version}-*.so"):
