@@ -73,8 +73,15 @@ check: $(tools) ## lint, format, types and import rules; under a minute, no fram
 
 test: $(site) $(clients) ## all tests: in one process, then with several ranks
 	@$(run) -m pytest -n auto --doctest-modules hvd_gradcomp tests/single $(ARGS)
+	@$(MAKE) --no-print-directory -j 2 ranks beside
+
+# Ranks wait for each other, and with them a core: what waits for nobody takes it then, and prints
+# in one piece.
+.PHONY: ranks beside
+ranks:
 	@$(run) -m pytest -n 2 --dist worksteal -m "not sweep" tests/parallel $(ARGS)
-	@$(MAKE) --no-print-directory triton
+beside:
+	@nice $(MAKE) --no-print-directory -O triton
 
 sweep: $(site) $(clients) ## tests of ranks on more ranks, backends and steps than `make test`; half an hour
 	@$(run) -m pytest -m sweep tests/parallel $(ARGS)
