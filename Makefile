@@ -232,7 +232,7 @@ $(VENV_TRITON)/.stamp: docker/triton.txt docker/frameworks.txt docker/constraint
 	@echo "triton: PyTorch and Triton in $(VENV_TRITON) (2 GB on disk)"
 	@$(PYTHON) -m venv --clear $(VENV_TRITON)
 	@grep -E '^(torch|numpy|setuptools)' docker/frameworks.txt >$(VENV_TRITON)/frameworks.txt
-	@$(VENV_TRITON)/bin/python -m pip --disable-pip-version-check install -qq --progress-bar off \
+	@$(VENV_TRITON)/bin/python -m pip --disable-pip-version-check install -qq --no-compile --progress-bar off \
 		--constraint docker/constraints.txt -r $(VENV_TRITON)/frameworks.txt -r docker/triton.txt
 	@touch $@
 
