@@ -73,6 +73,21 @@ COMMON = {
         "ChunkedTopKCompressor(k=512, values='int4', decay=1)",
         f"every=5, {AVERAGE}",
     ),
+    "denser-10": Way(
+        "LocalSteps, 10, chunked top-k of 1/8 in 4 bits",
+        "ChunkedTopKCompressor(k=512, values='int4', decay=1)",
+        f"every=10, {AVERAGE}",
+    ),
+    "denser-10-late": Way(
+        "LocalSteps, 10, chunked top-k of 1/8 in 4 bits, 2 steps late",
+        "ChunkedTopKCompressor(k=512, values='int4', decay=1)",
+        f"every=10, delay=2, {AVERAGE}",
+    ),
+    "denser-5-late": Way(
+        "LocalSteps, 5, chunked top-k of 1/8 in 4 bits, 1 step late",
+        "ChunkedTopKCompressor(k=512, values='int4', decay=1)",
+        f"every=5, delay=1, {AVERAGE}",
+    ),
     "sparse-5": Way("SparseLoCo, 5", "ChunkedTopKCompressor()", f"every=5, {AVERAGE}"),
     "sparse-15": Way("SparseLoCo, 15", "ChunkedTopKCompressor()", f"every=15, {AVERAGE}"),
 }
