@@ -126,8 +126,9 @@ def encoded(compressor, ops, layout, step, gradient, state):
     if compressor in LARGEST:
         return encode_step(compressor, ops, layout, None, step, gradient, state)[0].body
     if compressor in LEADER:
-        scope, quota = Scope(layout, whole=False), ops.words(compressor.most(layout))
-        return compressor.select(ops, scope, step, state.memory.r + gradient, quota, None)[1]
+        topk, scope = compressor.topk, Scope(layout, whole=False)
+        quota = ops.words(topk.most(layout))
+        return topk.select(ops, scope, step, state.memory.r + gradient, quota, None)[1]
     return compressor.encode(ops, compressor.row_groups(layout), gradient, ops.key(step, 5))[
         "codes"
     ]
