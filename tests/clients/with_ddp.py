@@ -1,13 +1,15 @@
 """The Trainer, Lightning and Accelerate under torchrun: they wrap a model, which we compress.
 
 Without compression the updates are those of `DistributedDataParallel`; with it replicas stay equal,
-and the loss falls. No Horovod.
+and the loss falls. What the Trainer and Lightning have saved halfway goes on to the bit, and their
+logs tell how much was sent. No Horovod.
 
 torchrun --standalone --nproc-per-node 2 -m tests.clients.with_ddp FOLDER [LIBRARY ...]
 """
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import logging
@@ -23,12 +25,20 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from hvd_gradcomp import Compressor, NoneCompressor, QSGDCompressor, VarianceCompressor
-from hvd_gradcomp.torch import ddp
+from hvd_gradcomp import (
+    Compressor,
+    NoneCompressor,
+    QSGDCompressor,
+    SparseGDCompressor,
+    VarianceCompressor,
+)
+from hvd_gradcomp.torch import ddp, trainers
 
 METHODS = (NoneCompressor(), QSGDCompressor(), VarianceCompressor(alpha=0.5, moments="step"))
 SAMPLES, BATCH, RATE = 64, 4, 0.1
 PASSES = 2  # for each step
+STEPS = SAMPLES // (2 * BATCH * PASSES)  # on two ranks
+RESUMED = SparseGDCompressor(density=0.1)  # of which a checkpoint has to have the residual
 CLIPPED = 0.05
 
 
@@ -55,22 +65,19 @@ def points() -> tuple[torch.Tensor, torch.Tensor]:
     return x, x[:, :4].argmax(1)
 
 
-def by_trainer(compressor: Compressor | None) -> tuple[nn.Module, Any]:
-    """Six lines: a callback that compresses the model that the Trainer has wrapped."""
-    from transformers import Trainer, TrainerCallback, TrainingArguments
+def by_trainer(
+    compressor: Compressor | None, folder: str | None = None, resume: bool = False
+) -> tuple[nn.Module, Any, list[dict[str, float]]]:
+    """Return the model, the state of its exchange, and what was logged."""
+    from transformers import Trainer, TrainingArguments
 
-    class Compress(TrainerCallback):
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            self.state = ddp.compress(
-                trainer.model_wrapped, compressor, backward_passes_per_step=PASSES
-            )
-
-    model, compress = network(), Compress()
+    model = network()
     arguments = TrainingArguments(
-        output_dir="unused",
+        output_dir=folder or "unused",
         use_cpu=True,
         ddp_backend="gloo",
-        save_strategy="no",
+        save_strategy="steps" if folder else "no",
+        save_steps=STEPS // 2,
         report_to="none",
         num_train_epochs=1,
         per_device_train_batch_size=BATCH,
@@ -78,7 +85,7 @@ def by_trainer(compressor: Compressor | None) -> tuple[nn.Module, Any]:
         max_grad_norm=CLIPPED,
         train_sampling_strategy="sequential",
         disable_tqdm=True,
-        logging_strategy="no",
+        logging_steps=1,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     trainer = Trainer(
@@ -86,15 +93,21 @@ def by_trainer(compressor: Compressor | None) -> tuple[nn.Module, Any]:
         arguments,
         train_dataset=[{"x": x, "labels": y} for x, y in zip(*points())],
         optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)),
-        callbacks=[] if compressor is None else [compress],
     )
-    trainer.train()
-    return model, compress.state if compressor is not None else None
+    training = None
+    if compressor is not None:
+        training = trainers.compress(trainer, compressor, backward_passes_per_step=PASSES)
+    trainer.train(f"{folder}/checkpoint-{STEPS // 2}" if resume else None)
+    return model, training and training.state, trainer.state.log_history
 
 
-def by_lightning(compressor: Compressor | None) -> tuple[nn.Module, Any]:
-    """A callback, too. Lightning itself registers the hook of a `DDPStrategy` on CUDA alone."""
+def by_lightning(
+    compressor: Compressor | None, folder: str | None = None, resume: bool = False
+) -> tuple[nn.Module, Any, list[dict[str, float]]]:
+    """Return the model, the state of its exchange, and what was logged."""
     import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
     from lightning.pytorch.strategies import DDPStrategy
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -111,35 +124,41 @@ def by_lightning(compressor: Compressor | None) -> tuple[nn.Module, Any]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=RATE)
 
-    class Compress(lightning.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            self.state = ddp.compress(
-                trainer.strategy.model, compressor, backward_passes_per_step=PASSES
-            )
-
-    module, compress = Module(), Compress()
+    module = Module()
+    # Between epochs: within one it does not know which batches were there.
+    saving = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    logger = CSVLogger(folder, version=int(resume)) if folder else False
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size() if dist.is_initialized() else 2,
         strategy=DDPStrategy(process_group_backend="gloo"),
-        max_epochs=1,
+        max_epochs=2 if folder else 1,
         accumulate_grad_batches=PASSES,
         gradient_clip_val=CLIPPED,
         use_distributed_sampler=False,
-        callbacks=[] if compressor is None else [compress],
-        logger=False,
-        enable_checkpointing=False,
+        callbacks=[saving] if folder else [],
+        logger=logger,
+        log_every_n_steps=1,
+        enable_checkpointing=folder is not None,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    training = None
+    if compressor is not None:
+        training = trainers.compress(trainer, compressor, backward_passes_per_step=PASSES)
     data = TensorDataset(*points())
     rank, size = trainer.global_rank, trainer.world_size
     sampler = DistributedSampler(data, size, rank, shuffle=False)
-    trainer.fit(module, DataLoader(data, BATCH, sampler=sampler))
-    return module.model, compress.state if compressor is not None else None
+    path = f"{folder}/epoch=0.ckpt" if resume else None
+    trainer.fit(module, DataLoader(data, BATCH, sampler=sampler), ckpt_path=path)
+    logged = []
+    if folder and rank == 0:
+        with Path(logger.log_dir, "metrics.csv").open() as stream:
+            logged = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(stream)]
+    return module.model, training and training.state, logged
 
 
-def by_accelerate(compressor: Compressor | None) -> tuple[nn.Module, Any]:
+def by_accelerate(compressor: Compressor | None) -> tuple[nn.Module, Any, list[Any]]:
     """What `prepare` returns is the model to compress."""
     from accelerate import Accelerator
 
@@ -158,10 +177,10 @@ def by_accelerate(compressor: Compressor | None) -> tuple[nn.Module, Any]:
                 accelerator.clip_grad_norm_(wrapped.parameters(), CLIPPED)
             optimizer.step()
             optimizer.zero_grad()
-    return model, state
+    return model, state, []
 
 
-LIBRARIES: dict[str, Callable[..., tuple[nn.Module, Any]]] = {
+LIBRARIES: dict[str, Callable[..., tuple[nn.Module, Any, Any]]] = {
     "trainer": by_trainer,
     "lightning": by_lightning,
     "accelerate": by_accelerate,
@@ -170,6 +189,10 @@ LIBRARIES: dict[str, Callable[..., tuple[nn.Module, Any]]] = {
 
 def vector(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def digest(model: nn.Module) -> str:
+    return hashlib.sha256(vector(model).numpy().tobytes()).hexdigest()
 
 
 def loss(model: nn.Module) -> float:
@@ -183,10 +206,10 @@ def main(folder: str, *libraries: str) -> None:
     result: dict[str, Any] = {}
     for library in libraries or LIBRARIES:
         train = LIBRARIES[library]
-        plain, _ = train(None)
+        plain, _, _ = train(None)
         first, found = loss(network()), {}
         for compressor in METHODS:
-            model, state = train(compressor)
+            model, state, _ = train(compressor)
             moved = vector(model) - vector(network())
             found[repr(compressor)] = {
                 "off": float((vector(model) - vector(plain)).abs().max()),
@@ -194,9 +217,27 @@ def main(folder: str, *libraries: str) -> None:
                 "losses": [first, loss(model)],
                 "steps": state.steps,
                 "ratio": state.stats().ratio,
-                "digest": hashlib.sha256(vector(model).numpy().tobytes()).hexdigest(),
+                "digest": digest(model),
             }
-        result[library] = found
+        result[library] = {"methods": found}
+        if library != "accelerate":
+            place = str(Path(folder, library))
+            straight, state, logged = train(RESUMED, place)
+            again, resumed, _ = train(RESUMED, place, resume=True)
+            result[library] |= {
+                "resumed": [digest(straight), digest(again)],
+                "steps": [state.steps, resumed.steps],
+                "logged": [row for row in logged if "compression/ratio" in row],
+            }
+        if library == "trainer":
+            dist.barrier()
+            if dist.get_rank() == 1:
+                Path(place, f"checkpoint-{STEPS // 2}", "compressor-1-of-2.pt").unlink()
+            dist.barrier()
+            try:
+                train(RESUMED, place, resume=True)
+            except trainers.CheckpointError as error:
+                result[library]["missing"] = str(error)
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(result))
     assert not [name for name in sys.modules if name.startswith("horovod.")]
     dist.destroy_process_group()

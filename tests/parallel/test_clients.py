@@ -68,10 +68,11 @@ def test_libraries_that_wrap_the_model_themselves(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert list(results[0]) == there
-    for library, methods in results[0].items():
-        for name, found in methods.items():
-            assert found == results[1][library][name] or name.startswith("Variance"), name
-            assert found["digest"] == results[1][library][name]["digest"], "replicas differ"
+    for library, result in results[0].items():
+        others = results[1][library]["methods"]
+        for name, found in result["methods"].items():
+            assert found == others[name] or name.startswith("Variance"), name
+            assert found["digest"] == others[name]["digest"], "replicas differ"
             assert found["steps"] == 4, (library, name, found)
             assert 0 < found["moved"] < 1.0001 * 4 * BOUND, f"{library}: {name} is not clipped"
             if name == "NoneCompressor()":
@@ -79,3 +80,13 @@ def test_libraries_that_wrap_the_model_themselves(tmp_path):
             else:
                 assert found["off"] > 0 and found["ratio"] > 1.2, (library, name, found)
                 assert found["losses"][1] < found["losses"][0], (library, name, found)
+        if library == "accelerate":
+            continue
+        straight, again = result["resumed"]
+        assert straight == again == results[1][library]["resumed"][0], "it does not resume"
+        assert result["steps"] == ([4, 4] if library == "trainer" else [8, 8]), library
+        if library == "trainer":
+            for each in results:
+                assert "has no compressor state of rank 1" in each[library]["missing"]
+        ratios = [row["compression/ratio"] for row in result["logged"]]
+        assert len(ratios) >= 3 and min(ratios) > 2, result["logged"]

@@ -602,6 +602,20 @@ LAYERS = [
 ]
 
 
+def test_the_values_of_the_last_layer_take_fewer_bits():
+    layers = [("a", (64, 16), "float32"), ("b", (64, 64), "float32"), ("c", (10, 64), "float32")]
+    names = {"first_layer": "a", "last_layer": "c"}
+    plain = LGCCompressor(alpha=0.05, momentum=0.9, **names)
+    coded = LGCCompressor(alpha=0.05, momentum=0.9, **names, values="int4")
+    _, body, last = coded.of_layers(layers, 2)
+    assert body is coded and last.then.values == "int4"
+    assert repr(plain) == repr(LGCCompressor(alpha=0.05, momentum=0.9, values="float32", **names))
+    size = plain.of_layers(layers, 2)[2].layer_bytes((10, 64))
+    assert last.layer_bytes((10, 64)) < size
+    with pytest.raises(ValueError, match="values"):
+        LGCCompressor(values="int3")
+
+
 def test_first_and_last_layers():
     one = LGCCompressor(alpha=0.01, momentum=0.9)
     chosen = [type(c).__name__ for c in assign(one, LAYERS, 2)]

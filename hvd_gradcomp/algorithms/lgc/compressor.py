@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.dgc import DGCCompressor
@@ -21,6 +21,7 @@ from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.momentum import validate_momentum
 from hvd_gradcomp.codecs.topk import count_of
+from hvd_gradcomp.codecs.values import VALUES
 from hvd_gradcomp.core import patterns, validate
 from hvd_gradcomp.core.collectives import Allreduce, Switch
 from hvd_gradcomp.core.compressor import Compressor, Context, Correction, Program, Report, derived
@@ -101,6 +102,8 @@ class LGCCompressor(Clipping, Compressor):
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
+        values: code of the last layer's values, as for `DGCCompressor`. The others have a learned
+            code.
 
     *Exact feedback.* A rank's selected values minus the returned mean are mostly its deviation
     from the other ranks. These deviations sum to zero over ranks, so no exchange ever removes
@@ -159,7 +162,9 @@ class LGCCompressor(Clipping, Compressor):
     retrain_every: int | None = None
     seed: int = 0
     max_norm: float | None = None
+    values: str = "float32"
 
+    unstated: ClassVar[Mapping[str, Any]] = {**Clipping.unstated, "values": "float32"}
     state_format = 2  # has `owed` beside the residual, and the samples of the loss
     replicated = frozenset({"start", "ready", "drifted"})
     reset_on_merge = frozenset({"hint", "asked"})
@@ -186,6 +191,7 @@ class LGCCompressor(Clipping, Compressor):
                 validate.stands_for(self, name, tuple(value))
         validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
         validate.one_of(self, "feedback", FEEDBACK)
+        validate.one_of(self, "values", VALUES)
         validate_momentum(self)
         if self.retrain_loss is not None:
             validate.real(self, "retrain_loss", low=0)
@@ -256,7 +262,7 @@ class LGCCompressor(Clipping, Compressor):
                 "use DGCCompressor"
             )
         plain: Compressor = NoneCompressor()
-        topk = replace(self.topk, clip_norm=self.max_norm)
+        topk = replace(self.topk, clip_norm=self.max_norm, values=self.values)
         late = after(self.full_steps, None, topk)
         return [
             plain if place in first else late if place in last else self
