@@ -55,7 +55,7 @@ def schema_of(definitions: list[dict[str, Any]], manifest: dict[str, Any]) -> di
 
 
 def errors(definitions: list[dict[str, Any]]) -> Iterator[str]:
-    """What is wrong, by file and place."""
+    """Errors, by file and place."""
     from jsonschema import Draft7Validator
 
     for name, manifest in manifests().items():

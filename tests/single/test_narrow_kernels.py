@@ -128,7 +128,7 @@ def test_codes_and_what_they_are_coded_by(framework, count, size):
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 9])
 def test_sums_of_few_ranks_and_of_many(framework, count, ranks):
-    """Of few in one pass, past the caches if there is much; groups begin at whole words or not."""
+    """Few are summed in one pass, past the caches if there is much; groups begin anywhere."""
     both, ops, size = Both(framework), TorchOps(static=True), 270_001
     weights = torch.linspace(-0.5, 1.0, ranks)
     rows = [noise(size, seed) for seed in range(ranks)]

@@ -253,22 +253,19 @@ AVX2 static void pack_avx2(const uint8_t *codes, int64_t n, int bits,
     v = _mm256_xor_si256(v, _mm256_xor_si256(differ, _mm256_slli_epi64(differ, shift)));     \
   } while (0)
 
-/* 32 codes of eight planes: eight codes are a square of 64 bits, which is transposed. */
-AVX2 static inline __m256i codes_of_bytes(const uint32_t *words) {
+/* Of eight planes: eight codes are a square of 64 bits, which is transposed. */
+AVX2 static void unpack_bytes_avx2(const uint32_t *words, int64_t n, uint8_t *codes) {
   const __m256i planes = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4,
                                           8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m256i squares = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  __m256i v = _mm256_loadu_si256((const __m256i *)words);
-  v = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(v, planes), squares);
-  SWAP(v, 7, 0x00aa00aa00aa00aall);
-  SWAP(v, 14, 0x0000cccc0000ccccll);
-  SWAP(v, 28, 0x00000000f0f0f0f0ll);
-  return v;
-}
-
-AVX2 static void unpack_bytes_avx2(const uint32_t *words, int64_t n, uint8_t *codes) {
-  for (int64_t i = 0; i < n; i += GROUP)
-    _mm256_storeu_si256((__m256i *)(codes + i), codes_of_bytes(words + i / 4));
+  for (int64_t i = 0; i < n; i += GROUP) {
+    __m256i v = _mm256_loadu_si256((const __m256i *)(words + i / 4));
+    v = _mm256_permutevar8x32_epi32(_mm256_shuffle_epi8(v, planes), squares);
+    SWAP(v, 7, 0x00aa00aa00aa00aall);
+    SWAP(v, 14, 0x0000cccc0000ccccll);
+    SWAP(v, 28, 0x00000000f0f0f0f0ll);
+    _mm256_storeu_si256((__m256i *)(codes + i), v);
+  }
 }
 
 AVX2 static void unpack_avx2(const uint32_t *words, int64_t n, int bits,
@@ -1075,23 +1072,40 @@ AVX2 static inline void store_eight(float *to, __m256 x, int past) {
     _mm256_storeu_ps(to, x);
 }
 
-/* [from, to) of a group of 8-bit levels: out = base + the sum over a few ranks. */
+/* out = base + the sum over a few ranks, of [from, to) of a group, and of its unit on each rank.
+ *
+ * codes: `stride` bytes apart. past: whether it is written past the caches.
+ */
+typedef void sum_of_group(const float *base, float *out, int64_t from, int64_t to, int64_t ranks,
+                          const uint8_t *codes, int64_t stride, const float *units,
+                          const float *weights, int past);
+
 AVX2 static void sum_levels_avx2(const float *base, float *out, int64_t from, int64_t to,
-                                 int64_t ranks, const uint32_t *words, int64_t stride, int levels,
+                                 int64_t ranks, const uint8_t *codes, int64_t stride,
                                  const float *units, const float *weights, int past) {
+  const int levels = 127;
   const __m256i middle = _mm256_set1_epi32(levels);
-  int64_t at = from;
-  past = past && (uintptr_t)(out + from) % 32 == 0;
-  for (; at % GROUP == 0 && at + GROUP <= to; at += GROUP) {
+  past = past && (uintptr_t)out % 32 == 0;
+  for (int64_t at = from, end; at < to; at = end) {
+    uint8_t here[GROUP];
+    int64_t word = at / GROUP * GROUP; /* where the planes of 32 codes begin */
+    end = word + GROUP < to ? word + GROUP : to;
+    if (end - at < GROUP) {
+      begin_sum(out, base, at, end);
+      for (int64_t rank = 0; rank < ranks; rank++) {
+        unpack_bytes_avx2((const uint32_t *)(codes + rank * stride + word), GROUP, here);
+        add_level_values(out + at, here + at - word, end - at, units[rank], levels, weights[rank]);
+      }
+      continue;
+    }
     __m256 sums[4];
     for (int part = 0; part < 4; part++)
       sums[part] = base ? _mm256_loadu_ps(base + at + 8 * part) : _mm256_setzero_ps();
     for (int64_t rank = 0; rank < ranks; rank++) {
       const __m256 unit = _mm256_set1_ps(units[rank]), weight = _mm256_set1_ps(weights[rank]);
-      uint8_t codes[GROUP];
-      _mm256_storeu_si256((__m256i *)codes, codes_of_bytes(words + rank * stride + at / 4));
+      unpack_bytes_avx2((const uint32_t *)(codes + rank * stride + word), GROUP, here);
       for (int part = 0; part < 4; part++) {
-        const __m128i eight = _mm_loadl_epi64((const __m128i *)(codes + 8 * part));
+        const __m128i eight = _mm_loadl_epi64((const __m128i *)(here + 8 * part));
         __m256 value = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_cvtepu8_epi32(eight), middle));
         value = _mm256_mul_ps(_mm256_mul_ps(value, unit), weight);
         sums[part] = _mm256_add_ps(sums[part], value);
@@ -1099,15 +1113,26 @@ AVX2 static void sum_levels_avx2(const float *base, float *out, int64_t from, in
     }
     for (int part = 0; part < 4; part++) store_eight(out + at + 8 * part, sums[part], past);
   }
-  for (int64_t end; at < to; at = end) {
-    end = at / GROUP * GROUP + GROUP < to ? at / GROUP * GROUP + GROUP : to;
-    begin_sum(out, base, at, end);
+}
+
+/* The same of all groups in [begin, stop), and the base between them; a unit is `factor` scales. */
+static void sum_groups(sum_of_group *sum, walk w, const float *base, float *out, int64_t begin,
+                       int64_t stop, int64_t ranks, const uint8_t *codes, int64_t stride,
+                       const float *scale, int64_t scale_stride, float factor,
+                       const float *weights, int past) {
+  int64_t from, to, group, done = begin;
+  for (int more = 1; more == 1; done = more ? to : stop) {
+    float units[FEW];
+    more = next_piece(&w, begin, stop, &from, &to, &group);
+    begin_sum(out, base, done, more ? from : stop);
+    if (!more) continue;
     for (int64_t rank = 0; rank < ranks; rank++) {
-      uint8_t codes[GROUP];
-      unpack_bytes_avx2(words + rank * stride + at / GROUP * 8, GROUP, codes);
-      add_level_values(out + at, codes + at % GROUP, end - at, units[rank], levels, weights[rank]);
+      float own = scale[rank * scale_stride + group];
+      units[rank] = own >= TINY ? own * factor : 0.0f;
     }
+    sum(base, out, from, to, ranks, codes, stride, units, weights, past);
   }
+  begin_sum(out, base, done, stop);
 }
 #endif
 
@@ -1124,20 +1149,9 @@ void add_levels(const band *bands, int64_t count, const float *base, float *out,
     walk w = walk_from(bands, count, begin);
 #ifdef __x86_64__
     if (bits == 8 && ranks <= FEW && __builtin_cpu_supports("avx2")) {
-      int past = base != out && 4 * n >= MUCH;
-      int64_t from, to, group, done = begin;
-      for (int more = 1; more == 1; done = more ? to : stop) {
-        float units[FEW];
-        more = next_piece(&w, begin, stop, &from, &to, &group);
-        begin_sum(out, base, done, more ? from : stop);
-        for (int64_t rank = 0; more && rank < ranks; rank++) {
-          float own = scale[rank * scale_stride + group];
-          units[rank] = own >= TINY ? own * (float)(1.0 / levels) : 0.0f;
-        }
-        if (more)
-          sum_levels_avx2(base, out, from, to, ranks, words, word_stride, levels, units, weights, past);
-      }
-      begin_sum(out, base, done, stop);
+      sum_groups(sum_levels_avx2, w, base, out, begin, stop, ranks, (const uint8_t *)words,
+                 4 * word_stride, scale, scale_stride, (float)(1.0 / levels), weights,
+                 base != out && 4 * n >= MUCH);
       begin = stop;
     }
 #endif
@@ -1397,7 +1411,8 @@ AVX2 static int32_t sum_bfloat16_avx2(const float *base, float *out, int64_t n, 
   }
   for (; i < n; i++) {
     float sum = base ? base[i] : 0.0f;
-    for (int64_t rank = 0; rank < ranks; rank++) add_bfloat16(&sum, codes + rank * stride + 2 * i, 1, weights[rank]);
+    for (int64_t rank = 0; rank < ranks; rank++)
+      add_bfloat16(&sum, codes + rank * stride + 2 * i, 1, weights[rank]);
     most = _mm256_max_epi32(most, _mm256_set1_epi32((int32_t)(bits_of(sum) & INT32_MAX)));
     out[i] = sum;
   }
@@ -1436,7 +1451,6 @@ __attribute__((target("avx2,f16c"))) static void add_e4m3_avx2(float *total, con
   add_e4m3_plainly(total + i, codes + i, n - i, unit, weight);
 }
 
-/* [from, to) of a group: out = base + the sum over a few ranks. */
 __attribute__((target("avx2,f16c"))) static void sum_e4m3_avx2(
     const float *base, float *out, int64_t from, int64_t to, int64_t ranks, const uint8_t *codes,
     int64_t stride, const float *units, const float *weights, int past) {
@@ -1492,20 +1506,8 @@ int add_floats(const band *bands, int64_t count, const float *base, float *out, 
     }
     if (bits == 8 && !checks && ranks <= FEW && __builtin_cpu_supports("avx2") &&
         __builtin_cpu_supports("f16c")) {
-      int past = base != out && 4 * n >= MUCH;
-      int64_t from, to, group, done = begin;
-      for (int more = 1; more == 1; done = more ? to : stop) {
-        float units[FEW];
-        more = next_piece(&w, begin, stop, &from, &to, &group);
-        begin_sum(out, base, done, more ? from : stop);
-        for (int64_t rank = 0; more && rank < ranks; rank++) {
-          float own = unit[rank * unit_stride + group];
-          units[rank] = own >= TINY ? own : 0.0f;
-        }
-        if (more)
-          sum_e4m3_avx2(base, out, from, to, ranks, codes, code_stride, units, weights, past);
-      }
-      begin_sum(out, base, done, stop);
+      sum_groups(sum_e4m3_avx2, w, base, out, begin, stop, ranks, codes, code_stride, unit,
+                 unit_stride, 1.0f, weights, base != out && 4 * n >= MUCH);
       begin = stop;
     }
 #endif

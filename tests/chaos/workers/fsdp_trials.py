@@ -98,7 +98,7 @@ def not_finite(compressor: Any, nonfinite: str | None) -> Callable[[Trial], str]
 
 
 def differs(here: dict[str, Any], there: dict[str, Any]) -> Callable[[Trial], str]:
-    """What one rank gives `build`, and what the others do."""
+    """Arguments of `build` on one rank, and on the others."""
 
     def case(trial: Trial) -> str:
         trial.now()

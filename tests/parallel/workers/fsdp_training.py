@@ -302,7 +302,7 @@ def kept_for(state, name):
 
 
 def frozen_for_some_steps():
-    """What is kept for a parameter that is frozen stays, and it does not move."""
+    """A frozen parameter does not move, and its residual stays."""
     model, state = chain(StromCompressor(tau=50.0), bucket_bytes=200)
     optimizer = sgd(model)
     kept = []
