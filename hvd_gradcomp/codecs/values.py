@@ -96,10 +96,9 @@ class _Grouped(ValueCoding):
         coded = groups * length
         if most is not None and count < most:
             groups, coded = -(-count // length), count
-        words = _padded(coded, GROUP) // GROUP * self.bits
         return {
             "sides": Part("float32", groups * self.sides),
-            "codes": Part("uint32", words),
+            "codes": Part("bytes", _padded(coded, GROUP) // 8 * self.bits),
         }
 
     def encode(self, ops: Ops, values: Tensor, real: Tensor | None = None) -> dict[str, Tensor]:
@@ -113,21 +112,19 @@ class _Grouped(ValueCoding):
             real = ops.reshape(real, (groups, length))
             counts = ops.cast(ops.maximum(ops.sum(real, -1), 1), "float32")
         codes, sides = self.encode_groups(ops, rows, real, ops.reshape(counts, (-1, 1)))
-        flat = _padded_to(ops, ops.reshape(codes, (-1,)), GROUP, "int64")
-        return {"sides": ops.reshape(sides, (-1,)), "codes": ops.pack(flat, self.bits)}
+        return {"sides": ops.reshape(sides, (-1,)), "codes": codes}
 
     def decode(self, ops: Ops, payload: Mapping[str, Tensor], count: int) -> Tensor:
         groups, length = self.shape(count)
-        codes = ops.unpack(payload["codes"], self.bits)[: groups * length]
         sides = ops.reshape(payload["sides"], (groups, self.sides))
-        values = self.decode_groups(ops, ops.reshape(codes, (groups, length)), sides)
+        values = self.decode_groups(ops, payload["codes"], sides, length)
         return ops.reshape(values, (-1,))[:count]
 
     @abstractmethod
     def encode_groups(
         self, ops: Ops, rows: Tensor, real: Tensor | None, counts: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return codes, int64 [groups, length], and side values, float32 [groups, sides].
+        """Return packed codes, uint8, and side values, float32 [groups, sides].
 
         Args:
             ops: the tensor operations.
@@ -137,8 +134,14 @@ class _Grouped(ValueCoding):
         """
 
     @abstractmethod
-    def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor) -> Tensor:
+    def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor, length: int) -> Tensor:
         """Return the values; float32 [groups, length]."""
+
+    def unpacked(self, ops: Ops, codes: Tensor, sides: Tensor, length: int) -> Tensor:
+        """Return the codes of the groups; int64 [groups, length]."""
+        groups = sides.shape[0]
+        codes = ops.unpack_bytes(codes, self.bits)[: groups * length]
+        return ops.reshape(codes, (groups, length))
 
 
 class Codebook(_Grouped):
@@ -158,8 +161,8 @@ class Codebook(_Grouped):
     ) -> tuple[Tensor, Tensor]:
         return ops.encode_bins(rows, real, counts, self.bits)
 
-    def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor) -> Tensor:
-        return ops.decode_bins(codes, sides)
+    def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor, length: int) -> Tensor:
+        return ops.decode_bins(codes, sides, length, self.bits)
 
 
 class Levels(_Grouped):
@@ -184,11 +187,13 @@ class Levels(_Grouped):
         inverse = ops.where(used, 1.0 / ops.where(used, scale, 1.0), 0.0) * float(levels)
         level = ops.cast(ops.minimum(ops.abs(rows) * inverse + 0.5, float(levels)), "int64")
         unit = ops.where(used, scale * (1.0 / levels), 0.0)
-        return ops.where(rows < 0, levels - level, levels + level), unit
+        code = ops.where(rows < 0, levels - level, levels + level)
+        return ops.pack_bytes(code, self.bits), unit
 
-    def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor) -> Tensor:
+    def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor, length: int) -> Tensor:
         levels = (1 << self.bits - 1) - 1
-        return ops.cast(codes - levels, "float32") * sides
+        level = self.unpacked(ops, codes, sides, length) - levels
+        return ops.cast(level, "float32") * sides
 
 
 class Signs(_Grouped):
@@ -200,10 +205,12 @@ class Signs(_Grouped):
         self, ops: Ops, rows: Tensor, real: Tensor | None, counts: Tensor
     ) -> tuple[Tensor, Tensor]:
         del real
-        return ops.cast(rows < 0, "int64"), _sums(ops, ops.abs(rows)) / counts
+        codes = ops.pack_bytes(ops.cast(rows < 0, "int64"), self.bits)
+        return codes, _sums(ops, ops.abs(rows)) / counts
 
-    def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor) -> Tensor:
-        return ops.cast(1 - 2 * codes, "float32") * sides
+    def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor, length: int) -> Tensor:
+        sign = 1 - 2 * self.unpacked(ops, codes, sides, length)
+        return ops.cast(sign, "float32") * sides
 
 
 def _sums(ops: Ops, rows: Tensor) -> Tensor:

@@ -108,7 +108,8 @@ def test_bins(framework, shape, bits, seed, data):
         codes, means = both("encode_bins", *arguments)
     expected = PLAIN.encode_bins(*arguments)
     assert torch.equal(codes, expected[0]) and same(means, expected[1])
-    assert same(both("decode_bins", codes, means), PLAIN.decode_bins(*expected))
+    decoded = both("decode_bins", codes, means, length, bits)
+    assert same(decoded, PLAIN.decode_bins(*expected, length, bits))
 
 
 @NATIVE
@@ -136,12 +137,14 @@ def test_nothing_is_read_or_written_beyond_what_is_there():
         ops.encode_bins(torch.ones(2, 8), None, torch.ones(1, 1), 2)
     with pytest.raises(ValueError, match="encode_bins"):
         ops.encode_bins(torch.ones(2, 8), index[:2], torch.ones(2, 1), 2)
-    with pytest.raises(PayloadError):
-        ops.decode_bins(torch.full((1, 8), 4), torch.ones(1, 4))
-    with pytest.raises(PayloadError):
-        ops.decode_bins(torch.full((1, 8), -1), torch.ones(1, 4))
-    with pytest.raises(ValueError, match="decode_bins"):
-        ops.decode_bins(torch.zeros((2, 8), dtype=torch.int64), torch.ones(1, 4))
+    codes = torch.full((8,), 255, dtype=torch.uint8)  # of 32 values, each the last bin's
+    assert ops.decode_bins(codes, torch.arange(4.0)[None], 20, 2).tolist() == [[3.0] * 20]
+    for groups, length in ((1, 33), (2, 20), (1, 1 << 62)):
+        with pytest.raises((ValueError, MemoryError, RuntimeError)):
+            ops.decode_bins(codes, torch.ones(groups, 4), length, 2)
+    for bins in (1, 3, 8, 512):
+        with pytest.raises(ValueError, match="decode_bins"):
+            ops.decode_bins(codes, torch.ones(1, bins), 20, 2)
 
 
 @NATIVE

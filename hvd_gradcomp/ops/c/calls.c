@@ -430,27 +430,32 @@ static int plan_encode_bins(call *c) {
   if (ITEMS(c->in[1])) TRY(is(c, 1, INT64, 2, groups, length));
   TRY(is(c, 2, FLOAT, 2, groups, 1));
   NEED(1 <= bits && bits <= 8 && length < (int64_t)1 << 31, "codes have 1 to 8 bits");
-  TRY(gives(c, 0, INT64, 2, groups, length));
+  NEED(!length || groups < ((int64_t)1 << 40) / length, "more values than memory");
+  TRY(gives_vector(c, 0, UINT8, (groups * length + GROUP - 1) / GROUP * GROUP / 8 * bits));
   return gives(c, 1, FLOAT, 2, groups, (int64_t)1 << bits);
 }
 
 static int run_encode_bins(call *c) {
   return encode_bins(FLOATS(0), ITEMS(c->in[1]) ? INT64S(1) : NULL, FLOATS(2), c->in[0].rows,
-                     c->in[0].length, 1 << *c->ints, OUT(int64_t, 0), OUT(float, 1),
+                     c->in[0].length, (int)*c->ints, OUT(uint32_t, 0), OUT(float, 1),
                      (int)c->threads);
 }
 
-/* codes, means -> values */
+/* packed codes, means; length -> values */
 static int plan_decode_bins(call *c) {
-  TRY(takes(c, 2, 0, 0));
-  TRY(is(c, 0, INT64, 2, ANY, ANY));
-  TRY(is(c, 1, FLOAT, 2, c->in[0].rows, ANY));
-  return gives(c, 0, FLOAT, 2, c->in[0].rows, c->in[0].length);
+  TRY(takes(c, 2, 1, 0));
+  int64_t groups = c->in[1].rows, bins = c->in[1].length, length = *c->ints, bits = 0;
+  TRY(is(c, 1, FLOAT, 2, ANY, ANY));
+  while (bits < 8 && (int64_t)1 << bits < bins) bits++;
+  NEED(1 <= bits && (int64_t)1 << bits == bins, "bins are a power of two up to 256");
+  NEED(0 <= length && (!length || groups < ((int64_t)1 << 40) / length), "more values than memory");
+  TRY(is_vector(c, 0, UINT8, (groups * length + GROUP - 1) / GROUP * GROUP / 8 * bits));
+  return gives(c, 0, FLOAT, 2, groups, length);
 }
 
 static int run_decode_bins(call *c) {
-  return decode_bins(INT64S(0), FLOATS(1), c->in[0].rows, c->in[0].length, c->in[1].length,
-                     OUT(float, 0));
+  return decode_bins((const uint32_t *)BYTES(0), FLOATS(1), c->in[1].rows, *c->ints,
+                     __builtin_ctzll((uint64_t)c->in[1].length), OUT(float, 0));
 }
 
 /* x [rows, length] -> the largest magnitude of each row */

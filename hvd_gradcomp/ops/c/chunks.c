@@ -37,6 +37,23 @@ static void list_plainly(const uint64_t *flags, int64_t n, uint32_t *index) {
       *index++ = (uint32_t)(run + __builtin_ctzll(word));
 }
 
+/* out = factor * x + y; y may be out. */
+FAST static void decay(const float *x, const float *y, float *out, int64_t n, float factor) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; i++) {
+    float kept = x[i] * factor;
+    out[i] = kept + y[i];
+  }
+}
+
+/* Decays, and marks in the same walk; adds the sum of squares of y, as `sum_of` does, if `squares`. */
+static int64_t collect_plainly(const float *x, const float *y, float factor, float *out, int64_t n,
+                               int32_t bound, uint64_t *flags, float *squares) {
+  if (squares) *squares += sum_of(y, n, 1);
+  decay(x, y, out, n, factor);
+  return mark_plainly((const uint32_t *)out, 0, n, bound, flags);
+}
+
 #ifdef __x86_64__
 #include <immintrin.h>
 #define AVX2 __attribute__((target("avx2,bmi,popcnt")))
@@ -58,6 +75,39 @@ AVX2 static int64_t mark_avx2(const uint32_t *x, int64_t first, int64_t n, int32
     count += __builtin_popcountll(word);
   }
   return count + mark_plainly(x, run, n, bound, flags);
+}
+
+AVX2 static int64_t collect_avx2(const float *x, const float *y, float factor, float *out, int64_t n,
+                                 int32_t bound, uint64_t *flags, float *squares) {
+  const __m256i magnitude = _mm256_set1_epi32(MAGNITUDE), beyond = _mm256_set1_epi32(bound);
+  const __m256 times = _mm256_set1_ps(factor);
+  __m256 sums[RUN / 8];
+  float lanes[RUN], total = 0.0f;
+  int64_t count = 0, run = 0;
+  for (int part = 0; part < RUN / 8; part++) sums[part] = _mm256_setzero_ps();
+  for (; run + RUN <= n; run += RUN) {
+    uint64_t word = 0;
+    for (int64_t part = 0; part < RUN; part += 8) {
+      const __m256 given = _mm256_loadu_ps(y + run + part);
+      const __m256 kept = _mm256_mul_ps(_mm256_loadu_ps(x + run + part), times);
+      const __m256 sum = _mm256_add_ps(kept, given);
+      const __m256i eight = _mm256_and_si256(_mm256_castps_si256(sum), magnitude);
+      const __m256i is = _mm256_cmpgt_epi32(eight, beyond);
+      sums[part / 8] = _mm256_add_ps(sums[part / 8], _mm256_mul_ps(given, given));
+      _mm256_storeu_ps(out + run + part, sum);
+      word |= (uint64_t)(uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(is)) << part;
+    }
+    flags[run / RUN] = word;
+    count += __builtin_popcountll(word);
+  }
+  if (squares) {
+    for (int part = 0; part < RUN / 8; part++) _mm256_storeu_ps(lanes + 8 * part, sums[part]);
+    for (int lane = 0; lane < RUN; lane++) total += lanes[lane];
+    for (int64_t i = run; i < n; i++) total += y[i] * y[i];
+    *squares += total;
+  }
+  decay(x + run, y + run, out + run, n - run, factor);
+  return count + mark_plainly((const uint32_t *)out, run, n, bound, flags);
 }
 
 /* Four at a time, since how many there are is hard to predict; the next ones write over what is
@@ -84,16 +134,19 @@ typedef struct {
 /* Narrows a range until no more than `few` reach its lower end, or it is a single number.
  *
  * From a guess on, in steps that double until both ends are known; then by halves. n: how many
- * reach the lower end before. Returns how many do afterwards; they are those whose flags are set.
+ * reach the lower end before. marked: how many reach the guess, if their flags are set
+ * already; else -1. Returns how many reach the lower end afterwards; their flags are set.
  */
 static int64_t narrow(const uint32_t *x, int64_t n, int64_t k, int64_t few, uint32_t guess,
-                      range *is, uint64_t *flags) {
+                      int64_t marked, range *is, uint64_t *flags) {
   const range all = *is;
   uint32_t middle = guess, step = STEP;
   int64_t count = n, here = -1;
   while (count > few && is->high - is->low > 1) {
-    if (middle <= is->low || middle >= is->high) middle = is->low + (is->high - is->low) / 2;
-    here = BEST(mark, x, 0, n, (int32_t)middle - 1, flags);
+    if (middle <= is->low || middle >= is->high)
+      middle = is->low + (is->high - is->low) / 2, marked = -1;
+    here = marked < 0 ? BEST(mark, x, 0, n, (int32_t)middle - 1, flags) : marked;
+    marked = -1;
     if (here >= k)
       is->low = middle, count = here;
     else
@@ -123,19 +176,20 @@ static room room_at(uint64_t *memory, int64_t n) {
 
 /* The k largest magnitudes of a row, of equal ones the first, in order: places and values.
  *
- * guess: bits that some more than k reach; for the next row it is made from this one.
+ * guess: bits that some more than k reach, at least 1; for the next row it is made from this one.
+ * marked: how many reach it, if that is known and their flags are set; else -1.
  */
 static void largest_of_row(const uint32_t *x, int64_t n, int64_t k, uint32_t *guess,
-                           const room *with, int64_t *index, float *values) {
+                           int64_t marked, const room *with, int64_t *index, float *values) {
   uint32_t *bits = with->bits, *found = with->found;
   range is = {0, MAGNITUDE + 1};
-  int64_t count = narrow(x, n, k, 4 * k + RUN, *guess, &is, with->flags);
+  int64_t count = narrow(x, n, k, 4 * k + RUN, *guess, marked, &is, with->flags);
   BEST(list, with->flags, n, found);
   for (int64_t i = 0; i < count; i++) bits[i] = x[found[i]];
   /* Whole words are fast. Zeros are beyond no bound. */
   int64_t padded = WORDS(count) * RUN;
   memset(bits + count, 0, sizeof *bits * (size_t)(padded - count));
-  (void)narrow(bits, padded, k, k, is.low + STEP, &is, with->flags);
+  (void)narrow(bits, padded, k, k, is.low + STEP, -1, &is, with->flags);
   int64_t ties = k - BEST(mark, bits, 0, padded, (int32_t)is.low, with->flags);
   for (int64_t i = 0; ties > 0; i++)
     if ((bits[i] & MAGNITUDE) == is.low) with->flags[i / RUN] |= (uint64_t)1 << i % RUN, ties--;
@@ -144,16 +198,7 @@ static void largest_of_row(const uint32_t *x, int64_t n, int64_t k, uint32_t *gu
     uint32_t place = with->chosen[i];
     index[i] = found[place], values[i] = float_of(bits[place]);
   }
-  *guess = is.low > STEP ? is.low - STEP : 0;
-}
-
-/* out = factor * x + y; y may be out. */
-FAST static void decay(const float *x, const float *y, float *out, int64_t n, float factor) {
-#pragma GCC ivdep
-  for (int64_t i = 0; i < n; i++) {
-    float kept = x[i] * factor;
-    out[i] = kept + y[i];
-  }
+  *guess = is.low > STEP ? is.low - STEP : 1;
 }
 
 /* The k largest of each row of x; or of out = factor * x + y, if there is a y.
@@ -174,20 +219,34 @@ int largest_of_rows(const float *x, const float *y, float factor, float *out, in
     for (int64_t row = border(rows, 1, t, threads); row < end; row++) {
       int64_t first = row * length, here = size - first < length ? size - first : length;
       const float *from = (y ? out : x) + first;
-      if (checks) total += sum_of(y + first, here, 1);
-      if (y) decay(x + first, y + first, out + first, here, factor);
+      int64_t marked = -1;
+      if (y)
+        marked = BEST(collect, x + first, y + first, factor, out + first, here, (int32_t)guess - 1,
+                      with.flags, checks ? &total : NULL);
       if (here < length) {
         memcpy(with.last, from, sizeof(float) * (size_t)here);
         memset(with.last + here, 0, sizeof(float) * (size_t)(length - here));
+        marked = -1;
       }
-      largest_of_row(here < length ? with.last : (const uint32_t *)from, length, k, &guess, &with,
-                     index + row * k, values + row * k);
+      largest_of_row(here < length ? with.last : (const uint32_t *)from, length, k, &guess, marked,
+                     &with, index + row * k, values + row * k);
     }
   }
   return isfinite(total * 4096.0f) != 0;
 }
 
 /* -- values at places of rows ----------------------------------------------------------------- */
+
+/* Fetches the lines of a row that is read next, one with each line that is written. */
+static void write_past_and_fetch(float *to, const float *from, int64_t n, const float *next) {
+  const int64_t line = 16;
+  int64_t done = 0;
+  for (; done + line <= n; done += line) {
+    __builtin_prefetch(next + done, 0, 2);
+    write_past(to + done, from + done, 4 * line);
+  }
+  write_past(to + done, from + done, 4 * (n - done));
+}
 
 /* out = base, or 0, + the weighted values of all ranks, rank by rank, at their places in each row.
  *
@@ -220,7 +279,10 @@ int add_in_rows(const float *base, float *out, int64_t size, int64_t length, int
           own[places[i]] = own[places[i]] + value;
         }
       }
-      if (past) write_past(out + row * length, room, 4 * here);
+      if (past && base && row + 1 < end && (row + 2) * length <= size)
+        write_past_and_fetch(out + row * length, room, here, base + (row + 1) * length);
+      else if (past)
+        write_past(out + row * length, room, 4 * here);
     }
     written_past();
   }

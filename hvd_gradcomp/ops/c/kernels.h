@@ -154,8 +154,8 @@ void group_maxima(const band *bands, int64_t count, const float *x, float *out, 
 int group_squares(const band *bands, int64_t count, const float *x, float *out, int threads);
 int group_means(const band *bands, int64_t count, const float *x, float *out, int threads);
 int encode_bins(const float *x, const int64_t *real, const float *counts, int64_t groups, int64_t n,
-                int bins, int64_t *codes, float *means, int threads);
-int decode_bins(const int64_t *codes, const float *means, int64_t groups, int64_t n, int64_t bins,
+                int bits, uint32_t *words, float *means, int threads);
+int decode_bins(const uint32_t *words, const float *means, int64_t groups, int64_t n, int bits,
                 float *out);
 /* key: two numbers of 32 bits; NULL rounds to the nearest. */
 void encode_levels(const band *bands, int64_t count, const float *x, int64_t n, const float *scale,

@@ -317,6 +317,9 @@ static void unpack_codes(const uint32_t *words, int64_t n, int bits, uint8_t *co
   BEST(unpack)(words, n, bits, codes);
 }
 
+/* Codes that are packed for n of them: whole groups. */
+static int64_t whole_groups(int64_t n) { return (n + GROUP - 1) / GROUP * GROUP; }
+
 /* The same for integers of any width: [m, 32] to [m, bits] and back. */
 FAST void bit_planes(const int64_t *groups, int64_t m, int bits, int64_t *planes) {
   for (int64_t g = 0; g < m; g++) {
@@ -628,11 +631,15 @@ FAST static int64_t inside_bin(const float *x, const int32_t *codes, int64_t n, 
   return count;
 }
 
-/* codes [groups, n], means [groups, bins]; see `encode_bins` of interface/quantization.py. */
+/* Packed codes of [groups, n], means [groups, bins]; see interface/quantization.py. */
 int encode_bins(const float *x, const int64_t *real, const float *counts, int64_t groups, int64_t n,
-                int bins, int64_t *codes, float *means, int threads) {
-  char *room = malloc((size_t)(12 * n * threads + 1));
+                int bits, uint32_t *words, float *means, int threads) {
+  const int64_t all = whole_groups(groups * n);
+  const int bins = 1 << bits;
+  char *room = malloc((size_t)(12 * n * threads + all + 1));
   if (!room) return NO_MEMORY;
+  uint8_t *codes = (uint8_t *)room + 12 * n * threads;
+  memset(codes + groups * n, 0, (size_t)(all - groups * n));
   IN_PIECES
   for (int t = 0; t < threads; t++) {
     float *apart = (float *)(room + 12 * n * t), *scratch = apart + n;
@@ -650,7 +657,7 @@ int encode_bins(const float *x, const int64_t *real, const float *counts, int64_
       float inverse = deviation >= TINY ? 1.0f / deviation : 0.0f;
       bin_codes(apart, n, inverse * (float)(bins / 6.0), bins, bin);
       for (int64_t i = 0; i < n; i++) {
-        codes[g * n + i] = bin[i];
+        codes[g * n + i] = (uint8_t)bin[i];
         if (flags ? flags[i] <= 0 : i >= (int64_t)counts[g]) bin[i] = -1;
       }
       for (int b = 0; b < bins; b++) {
@@ -659,18 +666,46 @@ int encode_bins(const float *x, const int64_t *real, const float *counts, int64_
       }
     }
   }
+  pack_codes(codes, all, bits, words);
   free(room);
   return 0;
 }
 
-/* 0, or BEYOND if a code is of no bin. */
-int decode_bins(const int64_t *codes, const float *means, int64_t groups, int64_t n, int64_t bins,
-                float *out) {
-  for (int64_t g = 0; g < groups; g++)
-    for (int64_t i = g * n; i < (g + 1) * n; i++) {
-      if ((uint64_t)codes[i] >= (uint64_t)bins) return BEYOND;
-      out[i] = means[g * bins + codes[i]];
+/* What bins are decoded as. */
+static void of_bins_plainly(const uint8_t *codes, const float *means, int64_t n, int bits,
+                            float *out) {
+  (void)bits;
+  for (int64_t i = 0; i < n; i++) out[i] = means[codes[i]];
+}
+
+#ifdef __x86_64__
+/* Up to 16 means are two registers, of which codes choose. */
+AVX2 static void of_bins_avx2(const uint8_t *codes, const float *means, int64_t n, int bits,
+                              float *out) {
+  float table[16];
+  int64_t i = 0;
+  if (bits <= 4) {
+    for (int code = 0; code < 16; code++) table[code] = means[code & ((1 << bits) - 1)];
+    const __m256 low = _mm256_loadu_ps(table), high = _mm256_loadu_ps(table + 8);
+    for (; i + 8 <= n; i += 8) {
+      const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(codes + i)));
+      const __m256 upper = _mm256_castsi256_ps(_mm256_slli_epi32(code, 28));
+      _mm256_storeu_ps(out + i, _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, code),
+                                                 _mm256_permutevar8x32_ps(high, code), upper));
     }
+  }
+  of_bins_plainly(codes + i, means, n - i, bits, out + i);
+}
+#endif
+
+int decode_bins(const uint32_t *words, const float *means, int64_t groups, int64_t n, int bits,
+                float *out) {
+  uint8_t *codes = malloc((size_t)whole_groups(groups * n) + 1);
+  if (!codes) return NO_MEMORY;
+  unpack_codes(words, whole_groups(groups * n), bits, codes);
+  for (int64_t g = 0; g < groups; g++)
+    BEST(of_bins)(codes + g * n, means + (g << bits), n, bits, out + g * n);
+  free(codes);
   return 0;
 }
 

@@ -40,6 +40,17 @@ class BitPacking(Reduction):
         """Invert `pack`."""
         return self.reshape(self.from_bit_planes(self.reshape(words, (-1, bits))), (-1,))
 
+    def pack_bytes(self, codes: Tensor, bits: int) -> Tensor:
+        """Pack codes of any number and shape, filled up with zeros; uint8 [4 * m * bits]."""
+        flat = self.reshape(codes, (-1,))
+        missing = _whole(flat.shape[0]) - flat.shape[0]
+        flat = self.concat((flat, self.full((missing,), 0))) if missing else flat
+        return self.to_bytes(self.pack(flat, bits), "uint32")
+
+    def unpack_bytes(self, packed: Tensor, bits: int) -> Tensor:
+        """Invert `pack_bytes`; int64 [32 m]."""
+        return self.unpack(self.from_bytes(packed, "uint32"), bits)
+
     def bit_planes(self, groups: Tensor, bits: int) -> Tensor:
         """Pack bit j of the 32 codes of a group into one word; [m, 32] to [m, bits]."""
         lanes = self.words([1 << lane for lane in range(GROUP)])

@@ -369,7 +369,7 @@ class Quantization(BitPacking):
             bits: of a code.
 
         Returns:
-            Codes, int64 [groups, length]; and means, float32 [groups, 2**bits].
+            Codes, as `pack_bytes` packs them; and means, float32 [groups, 2**bits].
         """
         first = self.arange(rows.shape[-1]) < self.cast(counts, "int64")
         mask = first if real is None else real > 0
@@ -387,14 +387,15 @@ class Quantization(BitPacking):
             total = self._sums(self.where(inside, rows, 0.0))
             number = self.maximum(self.sum(self.cast(inside, "int64"), -1), 1)
             means.append(total / self.reshape(self.cast(number, "float32"), (-1, 1)))
-        return codes, self.concat(means)
+        return self.pack_bytes(codes, bits), self.concat(means)
 
-    def decode_bins(self, codes: Tensor, means: Tensor) -> Tensor:
+    def decode_bins(self, packed: Tensor, means: Tensor, length: int, bits: int) -> Tensor:
         """Invert `encode_bins`; float32 [groups, length]."""
         groups, bins = means.shape
+        codes = self.unpack_bytes(packed, bits)[: groups * length]
         first = self.reshape(self.arange(groups) * bins, (-1, 1))
-        places = self.reshape(codes + first, (-1,))
-        return self.reshape(self.gather(self.reshape(means, (-1,)), places), codes.shape)
+        places = self.reshape(self.reshape(codes, (groups, length)) + first, (-1,))
+        return self.reshape(self.gather(self.reshape(means, (-1,)), places), (groups, length))
 
     def _sums(self, rows: Tensor) -> Tensor:
         return self.reshape(self.sum_of_rows(rows), (-1, 1))

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.ops.interface.bitpack import GROUP
 from hvd_gradcomp.ops.tensorflow.base import Base, numbers
 
 
@@ -182,15 +183,17 @@ class Quantization(Base):
     ) -> tuple[Tensor, Tensor]:
         if self.native is None:
             return super().encode_bins(rows, real, counts, bits)
-        outputs = [(tf.int64, rows.shape), (tf.float32, (rows.shape[0], 1 << bits))]
+        coded = -(-rows.shape[0] * rows.shape[1] // GROUP) * GROUP // 8 * bits
+        outputs = [(tf.uint8, (coded,)), (tf.float32, (rows.shape[0], 1 << bits))]
         given = rows, [] if real is None else real, counts
         codes, means = self.native("encode_bins", given, outputs, (bits,))
         return codes, means
 
-    def decode_bins(self, codes: Tensor, means: Tensor) -> Tensor:
+    def decode_bins(self, packed: Tensor, means: Tensor, length: int, bits: int) -> Tensor:
         if self.native is None:
-            return super().decode_bins(codes, means)
-        return self.native("decode_bins", (codes, means), [(tf.float32, codes.shape)])[0]
+            return super().decode_bins(packed, means, length, bits)
+        shape = means.shape[0], length
+        return self.native("decode_bins", (packed, means), [(tf.float32, shape)], (length,))[0]
 
 
 def _packed(x: Tensor, bits: int) -> tuple[int | None]:

@@ -9,6 +9,7 @@ import torch
 
 from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.ops.interface.bitpack import GROUP
 from hvd_gradcomp.ops.interface.quantization import FACTOR
 from hvd_gradcomp.ops.torch.base import Base
 from hvd_gradcomp.ops.torch.kernels import walkable
@@ -286,18 +287,19 @@ class Quantization(Base):
     ) -> tuple[Tensor, Tensor]:
         if self.native is None:
             return super().encode_bins(rows, real, counts, bits)
-        codes = self._empty(rows.shape, dtype=torch.int64)
-        means = self._empty(rows.shape[0], 1 << bits)
+        groups, means = -(-rows.numel() // GROUP), self._empty(rows.shape[0], 1 << bits)
+        codes = self._empty(groups * GROUP // 8 * bits, dtype=torch.uint8)
         flags = _ALL if real is None else real.contiguous()
         given = rows.contiguous(), flags, counts.contiguous()
         self.native("encode_bins", given, (codes, means), (bits,))
         return codes, means
 
-    def decode_bins(self, codes: Tensor, means: Tensor) -> Tensor:
+    def decode_bins(self, packed: Tensor, means: Tensor, length: int, bits: int) -> Tensor:
         if self.native is None:
-            return super().decode_bins(codes, means)
-        values = self._empty(codes.shape)
-        self.native("decode_bins", (codes.contiguous(), means.contiguous()), (values,))
+            return super().decode_bins(packed, means, length, bits)
+        values = self._empty(means.shape[0], length)
+        packed = packed if packed.storage_offset() % 4 == 0 else packed.clone()
+        self.native("decode_bins", (packed.contiguous(), means.contiguous()), (values,), (length,))
         return values
 
     def _of(self, row_groups: RowGroups) -> array[int]:
