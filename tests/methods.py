@@ -55,7 +55,7 @@ def decode_step(compressor, ops, layout, payloads, room):
     if isinstance(compressor, ThresholdCompressor):
         context = Context(layout, 0, payloads.bodies.shape[0], 0)
         header = wire.Header(0, 0, 0, payloads.level.index, 0, 0)
-        _, bodies = compressor.admit(ops, context, payloads.level, header, payloads.bodies)
+        _, bodies = compressor.check_bodies(ops, context, payloads.level, header, payloads.bodies)
         payloads = payloads._replace(bodies=bodies)
     return compressor.decode_sum(ops, layout, payloads, room)
 

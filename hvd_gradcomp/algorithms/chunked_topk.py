@@ -123,7 +123,7 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         gradient, _ = self.clipped(ops, context, gradient, extra)
         # In the gradient's memory: if the exchange fails, the state is as before.
         given = state.r, self.decay, gradient, self.chunk, self.k
-        finite, there, index, values = ops.sound_largest(*given)
+        finite, there, index, values = ops.accumulate_largest_checked(*given)
         parts, sent = self.encode(ops, size, index, values)
         if self.is_summed(layout, context.size):
             weight = patterns.poison(ops, finite) + 1.0

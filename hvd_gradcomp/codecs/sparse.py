@@ -133,7 +133,7 @@ class SparseCompressor(Clipping, Compressor):
         del level
         return patterns.reduction_spec(context, {})
 
-    def admit(
+    def check_bodies(
         self,
         ops: Ops,
         context: Context,
@@ -247,11 +247,13 @@ def allgather(level: CapacityLevel, inputs: StepInputs) -> Program:
     codec, ops, context, *_ = inputs
     encoded, header, gradient, state = _encoded(level, inputs)
 
-    def admit(header: wire.Header, bodies: Tensor) -> tuple[wire.Header, Tensor]:
-        return codec.admit(ops, context, level, header, bodies)
+    def check_bodies(header: wire.Header, bodies: Tensor) -> tuple[wire.Header, Tensor]:
+        return codec.check_bodies(ops, context, level, header, bodies)
 
     spec = codec.reduction_spec(context, level)
-    header, bodies = yield from _gathered(inputs, header, encoded, state, encoded.body, spec, admit)
+    header, bodies = yield from _gathered(
+        inputs, header, encoded, state, encoded.body, spec, check_bodies
+    )
     weights = patterns.weights_of(ops, context, header)
     total = codec.decode_sum(ops, context.layout, Payloads(level, bodies, weights), gradient)
     return total, _needing(ops, state, header)
@@ -286,7 +288,7 @@ def _encoded(
     if moment is None:
         finite, gradient = patterns.check_storable(ops, gradient)
     else:
-        finite, gradient, moment = ops.sound_with(gradient, moment)
+        finite, gradient, moment = ops.check_finite_with(gradient, moment)
     if finite is False:
         encoded = codec.nothing(ops, layout, level)
     else:
@@ -304,14 +306,14 @@ def _gathered(
     state: SparseState,
     body: Tensor,
     spec: ReductionSpec,
-    admit: Callable[[wire.Header, Tensor], tuple[wire.Header, Tensor]],
+    check_bodies: Callable[[wire.Header, Tensor], tuple[wire.Header, Tensor]],
 ) -> Generator[Any, Any, tuple[wire.Header, Tensor]]:
     """Allgather the headers and bodies; roll the state back if they are unusable."""
     codec, ops = inputs.codec, inputs.ops
     buffers = yield Allgather(wire.pack(ops, header, body))
     try:
         header, bodies = wire.unpack(ops, header, buffers, spec)
-        header, bodies = admit(header, bodies)
+        header, bodies = check_bodies(header, bodies)
     except (PayloadError, NonFiniteGradientError):
         codec.rollback(ops, state.memory, encoded.undo_log)
         raise

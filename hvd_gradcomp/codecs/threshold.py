@@ -210,7 +210,7 @@ class ThresholdCompressor(SparseCompressor):
 
         return ops.cond(level.dense, lambda: body, apart)
 
-    def admit(
+    def check_bodies(
         self,
         ops: Ops,
         context: Context,
@@ -218,13 +218,13 @@ class ThresholdCompressor(SparseCompressor):
         header: wire.Header,
         bodies: Tensor,
     ) -> tuple[wire.Header, Tensor]:
-        """Return bodies of words; see `SparseCompressor.admit`.
+        """Return bodies of words; see `SparseCompressor.check_bodies`.
 
         Raises:
             PayloadError: indices do not ascend.
         """
         if self.index_coding == "word" or level.dense is True:
-            return super().admit(ops, context, level, header, bodies)
+            return super().check_bodies(ops, context, level, header, bodies)
         layout, ranks = context.layout, bodies.shape[0]
         side = int(wire.body_bytes(self.quantizer.side_parts(layout)))
 

@@ -109,9 +109,9 @@ class CapacitySchedule:
         The state may come from a longer schedule: of fewer ranks, or of another phase.
         """
         wanted, patience = self.pace.room_for(state.needed), self.pace.patience
-        if ops.climb is not None:
+        if ops.next_level is not None:
             given = state._replace(needed=wanted)
-            numbers = ops.climb(self.capacities, patience, given)
+            numbers = ops.next_level(self.capacities, patience, given)
             level, capacity, dense, calm, peak, changes = numbers
             return CapacityLevel(level, capacity, dense), CapacityState(
                 level, calm, peak, state.needed, changes

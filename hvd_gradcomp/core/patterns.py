@@ -20,7 +20,7 @@ LARGEST = (2.0 - 2.0**-20) * 2.0**127  # a bit below float32's: sums are rounded
 
 def check_finite(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
     """Return (finite, gradient); zeros if it is not finite and is found out too late to skip it."""
-    return ops.sound(gradient, "elements")
+    return ops.check_finite(gradient, "elements")
 
 
 def check_storable(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
@@ -29,7 +29,7 @@ def check_storable(ops: Ops, gradient: Tensor) -> tuple[Any, Tensor]:
     The state must not overflow: an element with an infinite second moment would never be sent
     again. So a norm beyond 2**58 counts as infinite: a thousand squares of that fit.
     """
-    return ops.sound(gradient, "squares")
+    return ops.check_finite(gradient, "squares")
 
 
 def reduction_spec(

@@ -189,7 +189,7 @@ def unpack(
     """
     poisoned = NOT_FINITE, NonFiniteGradientError
     arguments = *_expecting(expected, buffers), tuple(_FIELDS), poisoned, spec
-    words, intact, needed, weights = ops.admit(*arguments)
+    words, intact, needed, weights = ops.validate_headers(*arguments)
     checks = {"intact": intact, "needed": needed, "weights": weights}
     header = expected._replace(sent=words[:, 4], wanted=words[:, 5], **checks)
     return header, bodies_of(buffers)

@@ -37,11 +37,11 @@ class Ops(Headers, Quantization, Searching):
         threshold_kernels: `ops.torch.fused.ThresholdKernels`, or its counterpart for another
             framework or a GPU; None if there is none.
         topk_kernels: likewise for `ops.torch.fused.TopKKernels`.
-        climb: a fused `CapacitySchedule.next_level`; None if plain ops are as good.
+        next_level: a fused `CapacitySchedule.next_level`; None if plain ops are as good.
     """
 
     threshold_kernels: Any = None
-    climb: Any = None
+    next_level: Any = None
     topk_kernels: Any = None
 
 

@@ -25,7 +25,7 @@ class Rule(NamedTuple):
     """Parameters of `select_mask`, `commit` and the quantizer of a `ThresholdCompressor`.
 
     Each step and element: `r += g`, `v += q`. An element is selected if all enabled conditions
-    hold. Sent elements are settled; all others get `v *= zeta`.
+    hold. Sent elements are committed; all others get `v *= zeta`.
 
     Attributes:
         ambiguity: requires `r*r > alpha*v`. Without it there is no v.

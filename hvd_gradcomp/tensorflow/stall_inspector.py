@@ -171,7 +171,7 @@ class _StallInspector:
         self._sets: dict[int, Sequence[int]] = {}
         for rounds in list(self._rounds.values()):
             rounds.drop()
-        self.settle()
+        self.close_records()
 
     def rounds(self, process_set: int) -> ReportRounds:
         """Return the report rounds of a process set."""
@@ -179,7 +179,7 @@ class _StallInspector:
             self._rounds[process_set] = ReportRounds()
         return self._rounds[process_set]
 
-    def settle(self) -> None:
+    def close_records(self) -> None:
         """Close the records that failed graphs have left open."""
         with tf.init_scope():  # also if an error ends a trace
             for site in list(self._sites.values()):
@@ -384,7 +384,7 @@ def translated() -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        _watcher.settle()
+        _watcher.close_records()
         message = _watcher.found() if "Horovod" in (error.message or "") else ""
         if not message:
             raise

@@ -26,7 +26,7 @@ class Bucket:
         before: the state before the last step, for rollback.
         views: into `flat`, one for each layer, in the layer's shape.
         absent: layers whose gradient has not arrived in this step.
-        stack: runs the program; None while none runs.
+        runner: of the program; None while none runs.
         sent: the pending collective of the program.
         since: the reducer's step count when the bucket was added.
         held: slots of frozen layers; `waiting` has their part of the state, by its path.
@@ -48,7 +48,7 @@ class Bucket:
     views: list[torch.Tensor] = field(init=False)
     moment_views: list[torch.Tensor] = field(init=False)
     absent: set[int] = field(init=False)
-    stack: ProgramRunner | None = None
+    runner: ProgramRunner | None = None
     sent: PendingCollective | None = None
     round: int = 0
     result: torch.Tensor | None = None
@@ -97,7 +97,7 @@ class Bucket:
 
     def abandon(self) -> None:
         """Abort the running program."""
-        self.stack = None
+        self.runner = None
         self.round = 0  # keep `sent` alive: Horovod's thread may still use it
 
     def keep_before(self) -> None:

@@ -235,7 +235,7 @@ class Reducer:
     def _ready(self, filled: Bucket) -> Iterator[Bucket]:
         """Yield buckets whose program can start, now that a gradient of `filled` has arrived."""
         for bucket in self.buckets if self._in_order else (filled,):
-            started = bucket.stack is not None or bucket.result is not None
+            started = bucket.runner is not None or bucket.result is not None
             if started or len(bucket.held) == len(bucket.parameters):
                 continue
             if bucket.absent:
@@ -262,7 +262,7 @@ class Reducer:
                 program = hierarchy.aggregate(
                     bucket.compressor, *how, place=place, leader=bucket.leader, **extra
                 )
-            bucket.stack = ProgramRunner(program)
+            bucket.runner = ProgramRunner(program)
             try:
                 self._step_program(bucket, None)
             except Exception:
@@ -271,12 +271,12 @@ class Reducer:
 
     def _step_program(self, bucket: Bucket, reply: Any) -> None:
         """Resume a bucket's program until it requests a collective or ends."""
-        assert bucket.stack is not None
+        assert bucket.runner is not None
         bucket.ops.take_turn()
-        request = bucket.stack.send(reply)
+        request = bucket.runner.send(reply)
         if request is None:
-            bucket.result, bucket.state = bucket.stack.result
-            bucket.stack, bucket.round = None, 0
+            bucket.result, bucket.state = bucket.runner.result
+            bucket.runner, bucket.round = None, 0
             return
         try:
             bucket.sent = self._submit(bucket, request)
@@ -315,7 +315,7 @@ class Reducer:
     @property
     def running(self) -> list[Bucket]:
         """Return the buckets whose program has started and not ended."""
-        return [bucket for bucket in self.buckets if bucket.stack is not None]
+        return [bucket for bucket in self.buckets if bucket.runner is not None]
 
     def poll(self) -> bool:
         """Resume the programs whose collective has completed; return True if there were any."""

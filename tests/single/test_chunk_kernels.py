@@ -154,7 +154,7 @@ def test_what_is_accumulated_is_checked(size, value):
     x, y = torch.randn(size), torch.randn(size)
     y[size // 2] = value
     for ops in (TorchOps(), TorchOps(static=True)):
-        finite, *found = ops.sound_largest(x, 0.5, y.clone(), 64, 3)
+        finite, *found = ops.accumulate_largest_checked(x, 0.5, y.clone(), 64, 3)
         assert bool(finite) is (value == 0.0)
         if value == 0.0:
             assert all(

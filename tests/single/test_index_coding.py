@@ -197,7 +197,7 @@ def test_sizes_that_a_graph_learns_when_it_runs(compressor, native):
         body = encode_step(compressor, ops, layout, level, 3, gradient, state)[0].body
         bodies = tf.stack([body, body])
         header = wire.Header(0, 0, 3, index, 0, 0)
-        header, bodies = compressor.admit(ops, context, level, header, bodies)
+        header, bodies = compressor.check_bodies(ops, context, level, header, bodies)
         payloads = Payloads(level, bodies, tf.ones(2))
         total = compressor.decode_sum(ops, layout, payloads, tf.zeros(layout.size))
         return body, total

@@ -87,7 +87,7 @@ def test_threads_cut_a_large_bucket_alike(compressor):
 
 @pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
 @pytest.mark.parametrize("what", ["index", "nan"])
-def test_an_exchange_that_fails_settles_nothing(compressor, what):
+def test_an_exchange_that_fails_commits_nothing(compressor, what):
     """The memory holds the gradient of the step that failed, and a later step sends it."""
     layout, fails = layout_of(600), []
 

@@ -135,7 +135,7 @@ def test_what_has_no_room_takes_turns(monkeypatch):
 
 @pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
 @pytest.mark.parametrize("what", ["payload", "index", "nan"])
-def test_an_exchange_that_fails_settles_nothing(compressor, what):
+def test_an_exchange_that_fails_commits_nothing(compressor, what):
     """The memory holds the gradient of the step that failed, and a later step sends it."""
     layout, fails = layout_of(600, 5000), []
 

@@ -178,7 +178,7 @@ def test_a_later_step_compiles_nothing(name):
 
 def test_walks_move_vectors(binaries):
     """Loads and stores of whole buckets are 128 bits wide."""
-    walks = {"find_words", "survey", "settle_places", "collect", "narrow"}
+    walks = {"find_words", "survey", "commit_places", "collect", "narrow"}
     for b in binaries:
         if b["kernel"] in walks:
             assert widths(b["ptx"])["load"] == 128, b["kernel"]

@@ -81,14 +81,14 @@ def test_what_is_not_finite_becomes_zeros(what, where, device):
     given = {name: torch.ones(10_000, device=device) for name in ("gradient", "moment")}
     given[where][9_000] = values[what]
     ours, theirs = on(device, True), on(device, False)
-    for name in ("sound", "sound_with"):
+    for name in ("check_finite", "check_finite_with"):
         both = []
         for ops in (ours, theirs):
             copies = [x.clone() for x in given.values()]
-            if name == "sound_with":
-                finite, *left = ops.sound_with(*copies)
+            if name == "check_finite_with":
+                finite, *left = ops.check_finite_with(*copies)
             else:
-                finite, *left = ops.sound(copies[0], "elements")
+                finite, *left = ops.check_finite(copies[0], "elements")
             both.append((bool(finite), *left))
         assert both[0][0] == both[1][0]
         assert all(map(torch.equal, both[0][1:], both[1][1:]))

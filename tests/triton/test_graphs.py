@@ -48,7 +48,7 @@ CODECS = [
 
 
 class Codec:
-    """A step of one of two ranks but what tells the host something: `admit`, and adding top-k.
+    """A step of one of two ranks but what the host is told: `validate_headers`, adding top-k.
 
     The other rank sends the same. Both are at step 0 always: a graph has it in it.
     """

@@ -17,8 +17,8 @@ from tests.triton.gradients import on
 
 LAYOUT = Layout(("a", "b", "c"), ((300, 512), (), (20_000,)))
 PASSES = (
-    *("frame", "sound", "checked_sides", "write", "group_maxima", "group_norms", "clipped_maxima"),
-    *("encode_levels", "encode_signs"),
+    *("frame", "check_finite", "checked_sides", "write", "group_maxima", "group_norms"),
+    *("clipped_maxima", "encode_levels", "encode_signs"),
 )
 
 
@@ -37,7 +37,7 @@ def test_the_gpu_of_the_tensors_is_current(monkeypatch, device):
         seen.append("left")
 
     monkeypatch.setattr(common, "made_current", noted)
-    on(device, True).sound(torch.zeros(5, device=device), "elements")
+    on(device, True).check_finite(torch.zeros(5, device=device), "elements")
     assert seen == [torch.device("cpu"), "left"]
 
 
@@ -111,7 +111,7 @@ def test_a_bucket_beyond_32_bits_is_refused():
 def test_a_gpu_without_what_kernels_need_takes_verbs(change, said, monkeypatch, caplog):
     """It says so once, and trains."""
 
-    def sound(passes, x, how):
+    def check_finite(passes, x, how):
         if change == "compiler":
             raise RuntimeError("Failed to find C compiler. Please specify via CC")
 
@@ -119,7 +119,7 @@ def test_a_gpu_without_what_kernels_need_takes_verbs(change, said, monkeypatch, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.version, "cuda", None if change == "maker" else "13.0")
     monkeypatch.setattr(triton, "__version__", "3.5.1" if change == "triton" else "3.10.0")
-    monkeypatch.setattr(common.Common, "sound", sound)
+    monkeypatch.setattr(common.Common, "check_finite", check_finite)
     monkeypatch.setattr(torch, "zeros", lambda size, dtype, device: None)  # of any default dtype
     base._triton_runs.cache_clear()
     for _ in range(2):

@@ -824,8 +824,8 @@ static int run_add_in_rows(call *c) {
 /* -- buckets --------------------------------------------------------------------------------- */
 
 /* Five numbers of the state, capacities; patience -> rung, capacity, dense, calm, peak, changes.
- * `CapacitySchedule.climb`; the state is that of `CapacityState`. */
-static int plan_climb(call *c) {
+ * `CapacitySchedule.next_level`; the state is that of `CapacityState`. */
+static int plan_next_level(call *c) {
   TRY(takes(c, 6, 1, 0));
   for (int i = 0; i < 5; i++) TRY(is(c, i, INT64, 0, 1, 1));
   TRY(is_vector(c, 5, INT64, ANY));
@@ -837,7 +837,7 @@ static int64_t within_rungs(int64_t rung, int64_t top) {
   return rung < 0 ? 0 : rung < top ? rung : top;
 }
 
-static int run_climb(call *c) {
+static int run_next_level(call *c) {
   int64_t top = c->in[5].length, demand = 0, wanted = INT64S(3)[0];
   int64_t last = within_rungs(INT64S(0)[0], top), calm = INT64S(1)[0];
   int64_t peak = within_rungs(INT64S(2)[0], top);
@@ -913,7 +913,7 @@ static int body_bytes(const call *c, int64_t capacity, int64_t flags, int64_t *b
   return 0;
 }
 
-/* bucket, gradient, r[, v[, moment]]; turn, capacity, flags, settles; rule
+/* bucket, gradient, r[, v[, moment]]; turn, capacity, flags, commits; rule
  * -> body, sent, wanted, per_layer, r[, v] */
 static int plan_threshold_write(call *c) {
   int64_t bytes;
@@ -956,14 +956,14 @@ static int run_threshold_write(call *c) {
       sent = threshold_write(&how, &where, found, count, top, capacity, turn, v, body, per_layer);
   }
   if (sent < 0) return NO_MEMORY;
-  if (c->ints[3]) threshold_settle(&how, &where, body, dense ? -1 : sent, r, v, threads);
+  if (c->ints[3]) threshold_commit(&how, &where, body, dense ? -1 : sent, r, v, threads);
   *OUT(int64_t, 1) = sent;
   *OUT(int64_t, 2) = count;
   return 0;
 }
 
-/* bucket, body; sent, capacity, flags; rule -> r[, v], of which the body's elements are settled */
-static int plan_threshold_settle(call *c) {
+/* bucket, body; sent, capacity, flags; rule -> r[, v], of which the body's elements are committed */
+static int plan_threshold_commit(call *c) {
   int64_t bytes;
   TRY(takes(c, 2, 3, 5));
   TRY(plan_bucket(c));
@@ -974,10 +974,10 @@ static int plan_threshold_settle(call *c) {
   return 0;
 }
 
-static int run_threshold_settle(call *c) {
+static int run_threshold_commit(call *c) {
   const rule how = rule_of(c->ints[2], c->floats);
   const place where = open_bucket(c, SIDE(c->ints[2]), NULL, NULL);
-  threshold_settle(&how, &where, BYTES(1), c->ints[1] < 0 ? -1 : c->ints[0], OUT(float, 0),
+  threshold_commit(&how, &where, BYTES(1), c->ints[1] < 0 ? -1 : c->ints[0], OUT(float, 0),
                    how.ambiguity ? OUT(float, 1) : NULL, (int)c->threads);
   return 0;
 }
@@ -1034,7 +1034,7 @@ static int form_of(const call *c, int needs_values, form *as, int64_t *bytes) {
 static int64_t unpacked(const form *as) { return 4 * GROUP * as->blocks; }
 
 /* bucket, form, strides, quota, slack, hint, gradient, r[, u]; turn, whole, nesterov, masking,
- * settles; momentum -> body, sent, chosen, per_layer, hint[, r[, u]]
+ * commits; momentum -> body, sent, chosen, per_layer, hint[, r[, u]]
  *
  * Without the last outputs the memory stays as it is. */
 static int plan_topk_write(call *c) {
@@ -1090,7 +1090,7 @@ static int run_topk_write(call *c) {
   uint32_t *scratch = bits + where.size;
   topk_write(&of, &as, &found, chosen, turn, scratch, OUT(uint8_t, 0), bytes, per_layer, threads);
   if (c->ints[4] && !looks)
-    topk_settle(&how, &where, &as, OUT(uint8_t, 0), scratch, r, u, threads);
+    topk_commit(&how, &where, &as, OUT(uint8_t, 0), scratch, r, u, threads);
   for (int64_t i = 0; i < where.layers; i++) total += per_layer[i];
   *OUT(int64_t, 1) = total;
   *OUT(int64_t, 2) = chosen;
@@ -1117,8 +1117,8 @@ static place open_form(call *c, form *as, uint32_t **scratch) {
   return where;
 }
 
-/* bucket, form, body; masking -> r[, u], of which the body's elements are settled */
-static int plan_topk_settle(call *c) {
+/* bucket, form, body; masking -> r[, u], of which the body's elements are committed */
+static int plan_topk_commit(call *c) {
   form as;
   TRY(takes(c, 3, 1, 0));
   TRY(plan_body(c, &as));
@@ -1127,12 +1127,12 @@ static int plan_topk_settle(call *c) {
   return 0;
 }
 
-static int run_topk_settle(call *c) {
+static int run_topk_commit(call *c) {
   form as;
   uint32_t *scratch;
   const collecting how = {.masking = *c->ints != 0};
   const place where = open_form(c, &as, &scratch);
-  topk_settle(&how, &where, &as, BYTES(2), scratch, OUT(float, 0),
+  topk_commit(&how, &where, &as, BYTES(2), scratch, OUT(float, 0),
               c->n_out == 2 ? OUT(float, 1) : NULL, (int)c->threads);
   return 0;
 }
@@ -1247,12 +1247,12 @@ static const kernel KERNELS[] = {
     KERNEL(largest_of_rows),
     KERNEL(accumulate_largest),
     KERNEL(add_in_rows),
-    KERNEL(climb),
+    KERNEL(next_level),
     KERNEL(threshold_write),
-    KERNEL(threshold_settle),
+    KERNEL(threshold_commit),
     KERNEL(threshold_add),
     KERNEL(topk_write),
-    KERNEL(topk_settle),
+    KERNEL(topk_commit),
     KERNEL(topk_add),
     KERNEL(topk_values),
     KERNEL(topk_replace),

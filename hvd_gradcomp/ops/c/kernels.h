@@ -60,7 +60,7 @@ int64_t threshold_write(const rule *how, const place *where, const uint32_t *wor
                     int64_t *sent);
 int64_t threshold_places(const rule *how, const place *where, const float *r, uint8_t *flags,
                      const int32_t *top, uint8_t *body, int64_t *sent, int threads);
-void threshold_settle(const rule *how, const place *where, const uint8_t *body, int64_t count, float *r,
+void threshold_commit(const rule *how, const place *where, const uint8_t *body, int64_t count, float *r,
                   float *v, int threads);
 int threshold_add(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
               int64_t ranks, int64_t capacity, const float *weights, float *room, int threads);
@@ -76,7 +76,7 @@ int64_t topk_choose(const scope *of, int64_t turn, const int64_t *k, const eleme
 void topk_write(const scope *of, const form *as, const elements *chosen, int64_t count,
                    int64_t turn, uint32_t *scratch, uint8_t *body, int64_t bytes, int64_t *sent,
                    int threads);
-void topk_settle(const collecting *how, const place *where, const form *as, const uint8_t *body,
+void topk_commit(const collecting *how, const place *where, const form *as, const uint8_t *body,
                     uint32_t *scratch, float *r, float *u, int threads);
 int topk_add(const place *where, const form *as, const uint8_t *bodies, int64_t stride,
                 int64_t ranks, const float *weights, uint32_t *scratch, float *room, int threads);

@@ -456,7 +456,7 @@ int64_t threshold_places(const rule *how, const place *where, const float *r, ui
 
 /* -- settling -------------------------------------------------------------------------------- */
 
-static inline void settle(const rule *how, uint32_t index, float value, float *r, float *v) {
+static inline void commit(const rule *how, uint32_t index, float value, float *r, float *v) {
   float held = r[index];
   r[index] = how->subtracts ? held - value : 0.0f;
   if (v && how->corrects) {
@@ -467,7 +467,7 @@ static inline void settle(const rule *how, uint32_t index, float value, float *r
     v[index] = 0.0f;
 }
 
-FAST static void settle_powers(float *r, const uint8_t *codes, int64_t n, int32_t exponent,
+FAST static void commit_powers(float *r, const uint8_t *codes, int64_t n, int32_t exponent,
                                int subtracts) {
   for (int64_t i = 0; i < n; i++) {
     uint32_t code = (uint32_t)codes[i] - 1;
@@ -480,7 +480,7 @@ FAST static void settle_powers(float *r, const uint8_t *codes, int64_t n, int32_
   }
 }
 
-FAST static void settle_signs(float *r, const uint8_t *codes, int64_t n, float tau,
+FAST static void commit_signs(float *r, const uint8_t *codes, int64_t n, float tau,
                               int subtracts) {
   for (int64_t i = 0; i < n; i++) {
     float value = (float)(3 - 2 * (int32_t)codes[i]) * tau, left = subtracts ? r[i] - value : 0.0f;
@@ -503,7 +503,7 @@ FAST static void correct(float *restrict v, const float *restrict r, const uint8
 }
 
 /* Takes out of r and v what a body of this rank says: `count` words, or places where it is -1. */
-void threshold_settle(const rule *how, const place *where, const uint8_t *body, int64_t count, float *r,
+void threshold_commit(const rule *how, const place *where, const uint8_t *body, int64_t count, float *r,
                   float *v, int threads) {
   const int8_t *exponents = (const int8_t *)body;
   if (count >= 0) {
@@ -519,7 +519,7 @@ void threshold_settle(const rule *how, const place *where, const uint8_t *body, 
           int64_t ahead = i + j + AHEAD < stop ? i + j + AHEAD : i + j;
           __builtin_prefetch(r + index_of(how, words[ahead]), 1);
           if (v) __builtin_prefetch(v + index_of(how, words[ahead]), 1);
-          settle(how, index_of(how, words[i + j]), values[j], r, v);
+          commit(how, index_of(how, words[i + j]), values[j], r, v);
         }
       }
     }
@@ -539,9 +539,9 @@ void threshold_settle(const rule *how, const place *where, const uint8_t *body, 
       else if (v)
         clear_sent(v + at, codes, end - at);
       if (how->powers)
-        settle_powers(r + at, codes, end - at, exponents[layer_of(where, at)], how->subtracts);
+        commit_powers(r + at, codes, end - at, exponents[layer_of(where, at)], how->subtracts);
       else
-        settle_signs(r + at, codes, end - at, how->tau, how->subtracts);
+        commit_signs(r + at, codes, end - at, how->tau, how->subtracts);
     }
   }
 }

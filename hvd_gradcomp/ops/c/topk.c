@@ -668,7 +668,7 @@ void topk_write(const scope *of, const form *as, const elements *chosen, int64_t
 }
 
 /* Takes out of r and u what a body of this rank says. */
-void topk_settle(const collecting *how, const place *where, const form *as, const uint8_t *body,
+void topk_commit(const collecting *how, const place *where, const form *as, const uint8_t *body,
                     uint32_t *scratch, float *r, float *u, int threads) {
   share of;
   share_of(as, where, body, scratch, &of);

@@ -54,8 +54,8 @@ class ReductionSpec(NamedTuple):
     ascending: tuple[int, int, int, int] | None = None
 
 
-class Admitted(NamedTuple):
-    """Content of frames that `Headers.admit` has checked.
+class CheckedFrames(NamedTuple):
+    """Content of frames that `Headers.validate_headers` has checked.
 
     Attributes:
         words: int64 [rows, count].
@@ -123,7 +123,7 @@ class Headers(BitPacking, Matrices, HostControl):
             held.append(words[:, word] // (1 << low) % (1 << bits) == numbers[i])
         return words, held
 
-    def admit(
+    def validate_headers(
         self,
         frames: Tensor,
         count: int,
@@ -131,27 +131,27 @@ class Headers(BitPacking, Matrices, HostControl):
         expected: Sequence[Any],
         messages: Sequence[str],
         poisoned: tuple[str, type[Exception]],
-        weighing: ReductionSpec,
-    ) -> Admitted:
+        spec: ReductionSpec,
+    ) -> CheckedFrames:
         """Require that frames are as `examine` expects them, and that their last word is 0.
 
         Args:
             frames, count, fields, expected: of `examine`.
             messages: an error message for each check of `examine`.
             poisoned: message and error if the last word is not 0.
-            weighing: further conditions.
+            spec: further conditions.
         """
         words, held = self.examine(frames, count, fields, expected)
         intact = self.require(dict(zip(messages, held)))
         facts = [(poisoned, words[:, count - 1] == 0)]
-        if weighing.vectors:
-            sides = self._sides(frames[:, 4 * (count + 1) :], weighing)
-            fits = self.summable(sides, weighing.weight, weighing.limit)
-            facts.append((weighing.refused, fits))
+        if spec.vectors:
+            sides = self._sides(frames[:, 4 * (count + 1) :], spec)
+            fits = self.summable(sides, spec.weight, spec.limit)
+            facts.append((spec.refused, fits))
         for (message, error), fact in facts:
             known = self.require({message: fact}, error)
             intact = None if known is None else intact & known
-        return Admitted(words, intact)
+        return CheckedFrames(words, intact)
 
     def weigh(self, weight: float, intact: Tensor) -> Tensor:
         """Return the weight where a rank's payload is intact, else 0; float32 [world]."""
@@ -190,7 +190,7 @@ class Headers(BitPacking, Matrices, HostControl):
         weights = self.arange(self.length(words)) * 2 + 1
         return (self.sum(words * weights, -1) + self.weighted_sum(body)) % (1 << 32)
 
-    def sound(self, x: Tensor, how: str) -> tuple[Any, Tensor]:
+    def check_finite(self, x: Tensor, how: str) -> tuple[Any, Tensor]:
         """Return whether x is finite, and x; with static shapes, zeros unless it is finite.
 
         Donating with static shapes.
@@ -206,25 +206,25 @@ class Headers(BitPacking, Matrices, HostControl):
             finite = self.finite(total * 4096.0)
         return finite, x if self.dynamic_shapes else self.where(finite, x, 0.0)
 
-    def sound_with(self, gradient: Tensor, moment: Tensor) -> tuple[Any, Tensor, Tensor]:
-        """Check a gradient's squares and its moment's sum as `sound` does; one verdict for both."""
-        finite, gradient = self.sound(gradient, "squares")
-        fine, moment = self.sound(moment, "sum")
+    def check_finite_with(self, gradient: Tensor, moment: Tensor) -> tuple[Any, Tensor, Tensor]:
+        """Check a gradient's squares and its moment's sum; one verdict for both."""
+        finite, gradient = self.check_finite(gradient, "squares")
+        fine, moment = self.check_finite(moment, "sum")
         return finite & fine, gradient, moment
 
-    def sound_largest(
+    def accumulate_largest_checked(
         self, x: Tensor, factor: float, y: Tensor, length: int, k: int
     ) -> tuple[Any, Tensor, Tensor, Tensor]:
-        """Check the squares of y as `sound` does, and return `accumulate_largest` behind that."""
-        finite, y = self.sound(y, "squares")
+        """Check the squares of y by `check_finite`, and return `accumulate_largest` behind that."""
+        finite, y = self.check_finite(y, "squares")
         return (finite, *self.accumulate_largest(x, factor, y, length, k))
 
-    def _sides(self, bodies: Tensor, weighing: ReductionSpec) -> list[Tensor]:
+    def _sides(self, bodies: Tensor, spec: ReductionSpec) -> list[Tensor]:
         """Return the magnitudes at the start of bodies; float32 [rows, groups] each."""
-        groups = weighing.groups
-        if weighing.powers:
+        groups = spec.groups
+        if spec.powers:
             return [
                 self.bits_float((self.from_bytes(bodies[:, :groups], "int8") + 127) * (1 << 23))
             ]
-        cuts = [4 * groups * vector for vector in range(weighing.vectors + 1)]
+        cuts = [4 * groups * vector for vector in range(spec.vectors + 1)]
         return [self.from_bytes(bodies[:, a:b], "float32") for a, b in zip(cuts, cuts[1:])]

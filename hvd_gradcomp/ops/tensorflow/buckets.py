@@ -17,14 +17,14 @@ class Buckets(Base):
     """Layers as a bucket, and the capacity schedule, each as one custom op."""
 
     @property
-    def climb(self) -> Any:
+    def next_level(self) -> Any:
         """`CapacitySchedule.next_level` in a graph, as one custom op in place of sixty ops."""
         return None if self.native is None or tf.executing_eagerly() else self._climb
 
     def _climb(self, capacities: Sequence[int], patience: int, state: Sequence[Tensor]) -> Any:
         assert self.native is not None
         outputs = [(tf.bool if i == 2 else tf.int64, ()) for i in range(6)]
-        return self.native("climb", (*state, list(capacities)), outputs, (patience,))
+        return self.native("next_level", (*state, list(capacities)), outputs, (patience,))
 
     def flatten(self, layout: Layout, values: Sequence[Tensor | None], dtype: str) -> Tensor:
         """Flatten the layers' values into the bucket: [layout.size], zeros where there are none."""

@@ -1,7 +1,7 @@
 """Fused kernels of `ops.torch.fused` as TensorFlow custom ops; see c/tensorflow.cc.
 
 They write to none of their inputs: a variable is assigned once the exchange has succeeded. So sent
-elements are settled at once.
+elements are committed at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ThresholdKernels:
         moment: Tensor | None,
         before: Tensor,
     ) -> Written:
-        """Encode one rank's step, like PyTorch's kernel, but nothing is left to settle."""
+        """Encode one rank's step, like PyTorch's kernel, but nothing is left to commit."""
         memory = [memory[0], memory[1]] if rule.ambiguity else [memory[0]]
         moments = [] if moment is None or not rule.ambiguity else [moment]
         known = isinstance(level.dense, bool) and isinstance(level.capacity, int)
@@ -47,14 +47,14 @@ class ThresholdKernels:
         counts = [(tf.int64, ()), (tf.int64, ()), (tf.int64, (len(layout.sizes),))]
         outputs = [(tf.uint8, (size,)), *counts, *[(tf.float32, x.shape) for x in memory]]
         ints = turn, _capacity(level), rule.flags, 1
-        body, sent, wanted, per_layer, *settled = self.native(
+        body, sent, wanted, per_layer, *committed = self.native(
             "threshold_write",
             (layout.numbers, gradient, *memory, *moments),
             outputs,
             ints,
             rule.reals,
         )
-        return Written(body, sent, wanted, before + per_layer, settled)
+        return Written(body, sent, wanted, before + per_layer, committed)
 
     def add(
         self,
@@ -104,7 +104,7 @@ class TopKKernels:
         before: Tensor | int,
         looks: bool = False,
     ) -> Written:
-        """Encode one rank's step, like PyTorch's kernel, but nothing is left to settle.
+        """Encode one rank's step, like PyTorch's kernel, but nothing is left to commit.
 
         With `looks` the memory is not changed.
         """
@@ -118,10 +118,10 @@ class TopKKernels:
         outputs = [(tf.uint8, (size,)), *counts, (tf.float32, hint.shape)]
         outputs += [] if looks else [(tf.float32, x.shape) for x in memory]
         ints = turn, scope.whole, how.nesterov, how.masking, 1
-        body, sent, _, per_layer, hint, *settled = self.native(
+        body, sent, _, per_layer, hint, *committed = self.native(
             "topk_write", given, outputs, ints, (how.momentum,)
         )
-        return Written(body, sent, sent, before + per_layer, settled, hint=hint)
+        return Written(body, sent, sent, before + per_layer, committed, hint=hint)
 
     def choose(
         self,

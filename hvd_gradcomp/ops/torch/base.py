@@ -120,7 +120,7 @@ class Base(Ops):
             self._copied.synchronize()
             self._raise_pending()
 
-    def demand(self, facts: Iterable[tuple[Sequence[str], Tensor, type[Exception]]]) -> None:
+    def require_async(self, facts: Iterable[tuple[Sequence[str], Tensor, type[Exception]]]) -> None:
         """Require staged facts, like `require`: (messages, bool [messages, world], error) each."""
         if not self.on_host:
             self._pending += facts
@@ -201,7 +201,7 @@ def _triton_runs(device: torch.device) -> bool:
         if have < TRITON:
             raise RuntimeError("kernels need Triton {}.{}".format(*TRITON))
         kernels = Common(SimpleNamespace(device=device))
-        kernels.sound(torch.zeros(1, dtype=torch.float32, device=device), "elements")
+        kernels.check_finite(torch.zeros(1, dtype=torch.float32, device=device), "elements")
     except Exception as error:  # no C compiler, say, or a driver that is too old
         LOGGER.warning("%s goes without kernels, and is slower: %s", device, error)
         return False

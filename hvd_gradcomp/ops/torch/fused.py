@@ -5,7 +5,7 @@ wherever there is no kernel, and tests compare each kernel with them, bit by bit
 its inputs in place, and uses as many threads as PyTorch does.
 
     write   accumulates the gradient, selects elements, writes the payload's body
-    settle  removes the sent elements from the memory, once the exchange has succeeded
+    commit  removes the sent elements from the memory, once the exchange has succeeded
     add     adds up the bodies of all ranks
 
 If one rank chooses for all: `choose` writes the indices, `values` reads a rank's values there, and
@@ -95,7 +95,7 @@ class ThresholdKernels(FusedKernels):
 
         def commit() -> None:
             ints = sent[0], capacity, rule.flags
-            self.native("threshold_settle", (bucket, body), memory, ints, rule.reals)
+            self.native("threshold_commit", (bucket, body), memory, ints, rule.reals)
 
         return Written(body, sent[0], wanted[0], before + per_layer, memory, commit)
 
@@ -170,7 +170,7 @@ class TopKKernels(FusedKernels):
 
         def commit() -> None:
             given = self._bucket(scope.layout), _form(form), written.body
-            self.native("topk_settle", given, memory, (how.masking,))
+            self.native("topk_commit", given, memory, (how.masking,))
 
         sent = before + written.per_layer
         return written._replace(memory=memory, per_layer=sent, commit=commit)
@@ -199,10 +199,10 @@ class TopKKernels(FusedKernels):
         most: Sequence[int],
         hint: Tensor,
         memory: Sequence[Tensor],
-        settled: Sequence[Tensor],
+        committed: Sequence[Tensor],
         gradient: Tensor,
     ) -> Written:
-        """Encode a step from r and u in `memory`, updated in `settled` unless that is empty."""
+        """Encode a step from r and u in `memory`, updated in `committed` unless that is empty."""
         layout, sent, chosen = scope.layout, array("q", (0,)), array("q", (0,))
         per_layer = torch.empty(len(layout.names), dtype=torch.int64, device="cpu")
         body, fresh = self.ops.body(form.size), torch.empty_like(hint)
@@ -210,7 +210,7 @@ class TopKKernels(FusedKernels):
         limits = [torch.as_tensor(x, dtype=torch.int64, device="cpu") for x in counted]
         strides = self.ops.table(layout, "strides")
         given = self._bucket(layout), _form(form), strides, *limits, hint, gradient, *memory
-        out = body, sent, chosen, per_layer, fresh, *settled
+        out = body, sent, chosen, per_layer, fresh, *committed
         ints = turn, scope.whole, how.nesterov, how.masking, 0
         self.native("topk_write", given, out, ints, (how.momentum,))
         return Written(body, sent[0], chosen[0], per_layer, (), hint=fresh)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.ops import PayloadError, Tensor
-from hvd_gradcomp.ops.interface.header import BEYOND, Admitted, Field, ReductionSpec
+from hvd_gradcomp.ops.interface.header import BEYOND, CheckedFrames, Field, ReductionSpec
 from hvd_gradcomp.ops.torch.base import Base, walked
 from hvd_gradcomp.ops.torch.kernels import walkable
 
@@ -64,7 +64,7 @@ class Headers(Base):
         whole[: len(head)] = head
         return whole
 
-    def admit(
+    def validate_headers(
         self,
         frames: Tensor,
         count: int,
@@ -72,20 +72,20 @@ class Headers(Base):
         expected: Sequence[Any],
         messages: Sequence[str],
         poisoned: tuple[str, type[Exception]],
-        weighing: ReductionSpec,
-    ) -> Admitted:
+        spec: ReductionSpec,
+    ) -> CheckedFrames:
         if self.kernels is None:
             given = frames, count, fields, expected, messages, poisoned
-            return super().admit(*given, weighing)
-        words, said, intact, weights = self.kernels.look(frames, expected, weighing)
+            return super().validate_headers(*given, spec)
+        words, said, intact, weights = self.kernels.look(frames, expected, spec)
         needed, held = self.kernels.split(self.stage(said))
-        errors = [*[(message, PayloadError) for message in messages], poisoned, weighing.refused]
+        errors = [*[(message, PayloadError) for message in messages], poisoned, spec.refused]
         facts = [
             ((message,), fact[None], error)
             for (message, error), fact in zip((*errors, (BEYOND, PayloadError)), held)
         ]
-        self.demand(facts)
-        return Admitted(words, None if self.on_host else intact, needed, weights)
+        self.require_async(facts)
+        return CheckedFrames(words, None if self.on_host else intact, needed, weights)
 
     def weigh(self, weight: float, intact: Tensor) -> Tensor:
         return torch.mul(intact, weight, out=self._empty(intact.shape))
@@ -95,25 +95,25 @@ class Headers(Base):
             return super().checked_sides(sides, finite)
         return self.kernels.checked_sides(sides, finite)
 
-    def sound(self, x: Tensor, how: str) -> tuple[Any, Tensor]:
+    def check_finite(self, x: Tensor, how: str) -> tuple[Any, Tensor]:
         if self.kernels is not None:
-            return self.kernels.sound(x, how), x
+            return self.kernels.check_finite(x, how), x
         if self.native is None or how == "elements" or not walked(x):
-            return super().sound(x, how)
+            return super().check_finite(x, how)
         fine = array("B", (0,))
         self.native("sum_finite", (x,), (fine,), (how == "squares",))
         return bool(fine[0]), x
 
-    def sound_with(self, gradient: Tensor, moment: Tensor) -> tuple[Any, Tensor, Tensor]:
+    def check_finite_with(self, gradient: Tensor, moment: Tensor) -> tuple[Any, Tensor, Tensor]:
         if self.kernels is None:
-            return super().sound_with(gradient, moment)
-        return self.kernels.sound(gradient, "squares", moment), gradient, moment
+            return super().check_finite_with(gradient, moment)
+        return self.kernels.check_finite(gradient, "squares", moment), gradient, moment
 
-    def sound_largest(
+    def accumulate_largest_checked(
         self, x: Tensor, factor: float, y: Tensor, length: int, k: int
     ) -> tuple[Any, Tensor, Tensor, Tensor]:
         if self.native is None:
-            return super().sound_largest(x, factor, y, length, k)
+            return super().accumulate_largest_checked(x, factor, y, length, k)
         room, rows, fine = self.room(y), -(-x.shape[0] // length), array("B", (0,))
         index, values = self._empty(rows, k, dtype=torch.int64), self._empty(rows, k)
         given, found = (x.contiguous(), y.contiguous()), (room, index, values, fine)

@@ -66,7 +66,9 @@ class KernelOps(Protocol):
 
     def stage(self, x: Tensor) -> Tensor: ...
 
-    def demand(self, facts: Iterable[tuple[Sequence[str], Tensor, type[Exception]]]) -> None: ...
+    def require_async(
+        self, facts: Iterable[tuple[Sequence[str], Tensor, type[Exception]]]
+    ) -> None: ...
 
 
 class Launcher:
@@ -273,7 +275,7 @@ def survey(
     x0, moment0, partial, arrived, x, moment, finite, n, pieces, tiles,
     HOW: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Check x as `sound` does, and the sum of a moment; each becomes 0 if it is not finite.
+    """Check x as `check_finite` does, and the sum of a moment; each becomes 0 if it is not finite.
 
     `partial` has by piece the sum of x, or of its squares, or the largest magnitude; behind these
     the sums of the moment. x0 is x, and moment0 is moment.
@@ -444,7 +446,7 @@ def look(
     ROWS: tl.constexpr, VECTORS: tl.constexpr, POWERS: tl.constexpr, ASCENDING: tl.constexpr,
     WEIGHT: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Check frames for `admit`, with the fields of a payload's header in `wire`.
+    """Check frames for `validate_headers`, with the fields of a payload's header in `wire`.
 
     Args:
         sums: zeros: each row's weighted sum, each row's number of words out of order, and the
@@ -529,7 +531,7 @@ class Common(Launcher):
         return out.view(torch.uint8)
 
     def look(
-        self, frames: Tensor, expected: Sequence[int], weighing: ReductionSpec
+        self, frames: Tensor, expected: Sequence[int], spec: ReductionSpec
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the words, the input of `split`, bool [rows] for intact rows, and the weights."""
         rows, words = frames.shape[0], frames.view(torch.int32)
@@ -541,11 +543,11 @@ class Common(Launcher):
         intact, weights = self.empty((rows,), torch.bool), self.empty((rows,), torch.float32)
         self.launch(
             look, (pieces, rows), words, self.clean("look", 2 * padded + 1), read,
-            *self.split(said), intact, weights, size, stride, rows, tiles, weighing.groups,
-            *(weighing.ascending or (0, 0, 0, 0)), *map(signed, expected),
-            ROWS=padded, VECTORS=weighing.vectors, POWERS=weighing.powers,
-            ASCENDING=weighing.ascending is not None, WEIGHT=weighing.weight,
-            LIMIT=weighing.limit, TILE=_TILE,
+            *self.split(said), intact, weights, size, stride, rows, tiles, spec.groups,
+            *(spec.ascending or (0, 0, 0, 0)), *map(signed, expected),
+            ROWS=padded, VECTORS=spec.vectors, POWERS=spec.powers,
+            ASCENDING=spec.ascending is not None, WEIGHT=spec.weight,
+            LIMIT=spec.limit, TILE=_TILE,
         )  # fmt: skip
         return read, said, intact, weights
 
@@ -554,7 +556,7 @@ class Common(Launcher):
         self.launch(check_sides, 1, sides[0], other, finite, healthy, sides[0].shape[0], TILE=_TILE)
         return list(sides), healthy
 
-    def sound(self, x: Tensor, how: str, moment: Tensor | None = None) -> Tensor:
+    def check_finite(self, x: Tensor, how: str, moment: Tensor | None = None) -> Tensor:
         """Return whether x and the moment are finite; each becomes 0 if it is not."""
         finite, size = self.empty((), torch.bool), x.shape[0]
         pieces, tiles = cut(size, _TILE)

@@ -4,7 +4,7 @@
     code     drops those that no code of powers can express, and counts
     write    writes words to their slots, decays what does not fit, fills spare slots with sinks
     places   replaces the last two at the dense level: a code for every element
-    settle   removes the sent elements from the memory
+    commit   removes the sent elements from the memory
     add      adds up words, tile by tile, and in each rank by rank; or places
 
 Two things differ from C. `Common.look` has already found indices that point outside of the bucket
@@ -276,7 +276,7 @@ def value_of(
 
 
 @triton.jit
-def settle_words(
+def commit_words(
     words, exponents, numbers, layer_of_block, r0, v0, r, v, tau, zeta, twice_tau,
     tau_squared, MASK: tl.constexpr, POWERS: tl.constexpr, SUBTRACTS: tl.constexpr,
     CORRECTS: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
@@ -325,7 +325,7 @@ def value_of_code(code, exponent, tau, POWERS: tl.constexpr):
 
 
 @triton.jit
-def settle_places(
+def commit_places(
     places, exponents, layer_of_block, r0, v0, r, v, n, tiles, tau, zeta, twice_tau, tau_squared,
     POWERS: tl.constexpr, SUBTRACTS: tl.constexpr, CORRECTS: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr,
@@ -484,13 +484,13 @@ class ThresholdKernels(Launcher):
             }
             if level.dense:
                 self.launch(
-                    settle_places, pieces, rest.view(torch.int8), exponents, table, *given, size,
+                    commit_places, pieces, rest.view(torch.int8), exponents, table, *given, size,
                     tiles, *how, **kind, BLOCK=block, TILE=TILE,
                 )  # fmt: skip
                 return
             partly = dict.fromkeys(range(3, 8), apart)
             self.launch(
-                settle_words, -(-level.capacity // 1024), rest.view(torch.int32), exponents,
+                commit_words, -(-level.capacity // 1024), rest.view(torch.int32), exponents,
                 numbers, table, *given, *how, partly=partly, **kind, MASK=_mask(rule),
                 BITS=layout.block_bits, TILE=1024,
             )  # fmt: skip

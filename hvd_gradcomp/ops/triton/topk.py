@@ -13,7 +13,7 @@ about twice as many as are sent, unless many are nearly equal.
 
 Three things differ from C. No step starts where the last one looked: the hint stays as it is. A
 body whose indices do not ascend, or point outside of the bucket, adds nothing, and `Ops.require`
-raises as for other damage, and also if the sum would not be finite. And nothing is left to settle:
+raises as for other damage, and also if the sum would not be finite. And nothing is left to commit:
 sent elements are cleared at once, since nothing fails on a GPU before the step is over.
 """
 
@@ -631,7 +631,7 @@ class TopKKernels(Launcher):
         )  # fmt: skip
         said = self.ops.stage(facts)
         wrong = (BEYOND,), said[None, :ranks], PayloadError
-        self.ops.demand([wrong, ((beyond,), said[None, ranks:], NonFiniteGradientError)])
+        self.ops.require_async([wrong, ((beyond,), said[None, ranks:], NonFiniteGradientError)])
         return room
 
     def _tasks(self, scope: Scope) -> Tensor:
