@@ -71,6 +71,7 @@ class ThreadRank:
     """One of several ranks; `connect` is what `LocalStepsOptimizer` takes."""
 
     library, version, failure = "threads", "none", RuntimeError
+    hangs_up = True
 
     def __init__(self, hub: _Hub, rank: int) -> None:
         self.rank, self._hub, self._number = rank, hub, 0

@@ -127,6 +127,7 @@ def aggregate(
     *,
     place: HostPosition,
     leader: int,
+    shares_errors: bool = True,
     **extra: Tensor,
 ) -> Program:
     """Run one bucket and step on a rank of a host; see `Compressor.aggregate`.
@@ -142,6 +143,8 @@ def aggregate(
         state: of this rank; ignored unless this rank leads.
         place: of this rank.
         leader: the slot of the bucket's leaders.
+        shares_errors: False to raise an error of the leader at once, unless all leaders have it:
+            for transports on which a rank that fails closes its connections.
         extra: for the compressor, of this rank.
     """
     if place.slots == 1:
@@ -164,6 +167,8 @@ def aggregate(
             total, state = yield from unswitched(program)
             verdict = ops.cast(poison(ops, ops.found_finite()), layout.dtype)
         except Exception as error:
+            if not shares_errors and not isinstance(error, NonFiniteGradientError):
+                raise
             failure = error
             if isinstance(error, NonFiniteGradientError):
                 verdict = verdict * float("nan")

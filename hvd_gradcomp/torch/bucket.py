@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hvd_gradcomp.core.collectives import Inside
 from hvd_gradcomp.core.compressor import Compressor, State, leaves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
@@ -28,6 +29,7 @@ class Bucket:
         absent: layers whose gradient has not arrived in this step.
         runner: of the program; None while none runs.
         sent: the pending collective of the program.
+        outcome: request that shares a leader's result in its host, while it is not submitted yet.
         since: the reducer's step count when the bucket was added.
         held: slots of frozen layers; `waiting` has their part of the state, by its path.
         leader: the local rank, on its host, that compresses; see `runtime.hierarchy`.
@@ -50,6 +52,7 @@ class Bucket:
     absent: set[int] = field(init=False)
     runner: ProgramRunner | None = None
     sent: PendingCollective | None = None
+    outcome: Inside | None = None
     round: int = 0
     result: torch.Tensor | None = None
     streams: set[Any] = field(default_factory=set)
@@ -97,7 +100,7 @@ class Bucket:
 
     def abandon(self) -> None:
         """Abort the running program."""
-        self.runner = None
+        self.runner = self.outcome = None
         self.round = 0  # keep `sent` alive: Horovod's thread may still use it
 
     def keep_before(self) -> None:

@@ -482,11 +482,7 @@ class ShardedCompression:
             for shard in unit.shards:
                 if shard.name not in self._given and shard.local.numel() and shard.trained:
                     run.mark_ready(shard.local, gradients.get(shard))
-        while running := run.running:
-            run.resume(running)
-            others = [e for e in run.errors if not isinstance(e, NonFiniteGradientError)]
-            if others:  # what this rank does not ask for, the others must not wait for
-                raise others[0]
+        run.drive()
         found: NonFiniteGradientError | None = None
         try:
             run.end_exchange()

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hvd_gradcomp.core.collectives import Collective
+from hvd_gradcomp.core.collectives import Collective, Inside
 from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.ops import NonFiniteGradientError
@@ -46,12 +46,14 @@ class Backend(Transport, Protocol):
         library: that moves the tensors, for messages.
         version: of Horovod, for the configuration check.
         failure: the class of its errors.
+        hangs_up: a rank that fails closes its connections, so that ranks that wait for it fail too.
     """
 
     name: str
     library: str
     version: str
     failure: type[Exception]
+    hangs_up: bool
 
     def check(self, named_parameters: Named) -> None:
         """Raise a ValueError if there are no collectives for the device of a parameter."""
@@ -260,7 +262,12 @@ class Reducer:
                 program = bucket.compressor.aggregate(*how, **extra)
             else:
                 program = hierarchy.aggregate(
-                    bucket.compressor, *how, place=place, leader=bucket.leader, **extra
+                    bucket.compressor,
+                    *how,
+                    place=place,
+                    leader=bucket.leader,
+                    shares_errors=not self.transport.hangs_up,
+                    **extra,
                 )
             bucket.runner = ProgramRunner(program)
             try:
@@ -269,8 +276,8 @@ class Reducer:
                 bucket.abandon()
                 raise
 
-    def _step_program(self, bucket: Bucket, reply: Any) -> None:
-        """Resume a bucket's program until it requests a collective or ends."""
+    def _step_program(self, bucket: Bucket, reply: Any, in_order: bool = False) -> None:
+        """Resume a bucket's program until it requests a collective or ends; see `resume`."""
         assert bucket.runner is not None
         bucket.ops.take_turn()
         request = bucket.runner.send(reply)
@@ -278,6 +285,12 @@ class Reducer:
             bucket.result, bucket.state = bucket.runner.result
             bucket.runner, bucket.round = None, 0
             return
+        if in_order and isinstance(request, Inside) and hierarchy.is_result(request):
+            bucket.outcome = request
+            return
+        self._send(bucket, request)
+
+    def _send(self, bucket: Bucket, request: Collective) -> None:
         try:
             bucket.sent = self._submit(bucket, request)
         except self.transport.failure as error:
@@ -302,15 +315,61 @@ class Reducer:
         what = f"the exchange of {bucket.name} in step {self.steps}"
         return self.transport.failure(errors.explain(what, str(error), self.transport.library))
 
-    def resume(self, buckets: Sequence[Bucket]) -> None:
-        """Wait for the buckets' pending collectives, and resume their programs."""
+    def resume(self, buckets: Sequence[Bucket], *, in_order: bool = False) -> None:
+        """Wait for the buckets' pending collectives, and resume their programs.
+
+        Args:
+            buckets: those whose collective is pending.
+            in_order: leave results that leaders share with their hosts to `drive`.
+        """
         for bucket in buckets:
             try:
                 with torch.no_grad():
-                    self._step_program(bucket, self._wait(bucket))
+                    self._step_program(bucket, self._wait(bucket), in_order)
             except Exception as error:
                 self.errors.append(error)
                 bucket.abandon()
+
+    def resume_led(self) -> None:
+        """Begin the exchange between hosts of buckets whose sum in the host was requested earlier.
+
+        So it overlaps with backward where collectives are matched by order. Called at the same
+        places on all ranks; without hosts it does nothing.
+
+        Raises:
+            Exception: of a program; see `drive`.
+        """
+        place = self.participants.place
+        if place is None or place.slots == 1:
+            return
+        for bucket in self.running:
+            if self.leads(bucket) and bucket.round == 1:
+                self._resume_in_order(bucket)
+
+    def drive(self) -> None:
+        """Run all programs to their ends, bucket by bucket, in the same order on all ranks.
+
+        Results go from leaders to their hosts last: in a host each rank leads other buckets, so
+        ranks would share them in different orders, or wait for each other's.
+
+        Raises:
+            Exception: of a program, at once: what this rank does not ask for, the others must not
+                wait for. A NonFiniteGradientError, which all ranks have, is left to `end_exchange`.
+        """
+        while due := [bucket for bucket in self.running if bucket.outcome is None]:
+            for bucket in due:
+                self._resume_in_order(bucket)
+        for bucket in self.running:
+            outcome, bucket.outcome = bucket.outcome, None
+            assert outcome is not None
+            self._send(bucket, outcome)
+        for bucket in self.running:
+            self._resume_in_order(bucket)
+
+    def _resume_in_order(self, bucket: Bucket) -> None:
+        self.resume([bucket], in_order=True)
+        if self.errors and not isinstance(self.errors[-1], NonFiniteGradientError):
+            raise self.errors[-1]
 
     @property
     def running(self) -> list[Bucket]:

@@ -178,11 +178,7 @@ class TensorExchange:
         """
         reducer = self.reducer
         try:
-            while running := reducer.running:
-                reducer.resume(running)
-                others = [e for e in reducer.errors if not isinstance(e, NonFiniteGradientError)]
-                if others:
-                    raise others[0]
+            reducer.drive()
             reducer.end_exchange()
         except NonFiniteGradientError:
             reducer.end_step()

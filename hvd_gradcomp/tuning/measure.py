@@ -428,6 +428,7 @@ class _Echo:
 
     library, version = "Horovod", ""
     failure: type[Exception] = HorovodInternalError
+    hangs_up = False
 
     def __init__(self, compressor: Compressor, ranks: int) -> None:
         self.name, self._compressor, self._ranks = TITLES.take(), compressor, ranks

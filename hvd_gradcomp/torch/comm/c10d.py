@@ -156,6 +156,7 @@ class C10dBackend:
 
     library = "torch.distributed"
     failure: type[Exception] = RuntimeError
+    hangs_up = True
 
     def __init__(self, group: ProcessGroup, name: str) -> None:
         self.name, self._group = name, group

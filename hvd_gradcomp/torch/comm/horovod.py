@@ -237,6 +237,7 @@ class HorovodBackend:
 
     library, version = "Horovod", horovod_version
     failure: type[Exception] = HorovodInternalError
+    hangs_up = False
 
     def __init__(self, name: str, process_set: Any) -> None:
         self.name, self._set = name, process_set

@@ -230,6 +230,11 @@ def local_steps():
     adam = torch.optim.AdamW(model.parameters(), 0.01)
     how = model.named_parameters(), hvd.OneBitCompressor(), 2
     train(model, hvd.MomentumExchange(adam, *how, hierarchical=True), batches(4))
+    # Several leaders in a host, and a second round between hosts: none waits for another.
+    two_rounds = hvd.QSGDCompressor(bits=8, exchange="two_shot")
+    how = model.named_parameters(), two_rounds, 2
+    several = {"hierarchical": True, "bucket_bytes": 2500}
+    train(model, hvd.MomentumExchange(adam, *how, **several), batches(4))
     return ends, digest(p.numpy() for p in weights(model))
 
 
