@@ -167,11 +167,14 @@ def share(ops: Ops, total: Tensor, size: int, holders: int) -> Tensor:
     return total // holders
 
 
-def check_hosts(then: int | None, now: int | None) -> None:
+def check_hosts(
+    then: int | None, now: int | None, remedy: str = 'Save with mode="consolidated" to change that'
+) -> None:
     """Check that the same ranks held a sharded state.
 
     Args:
         then, now: number of hosts that exchange with `hierarchical=True`; None without.
+        remedy: for the message.
 
     Raises:
         CheckpointError: other ranks held it, so some residuals would be lost.
@@ -180,7 +183,7 @@ def check_hosts(then: int | None, now: int | None) -> None:
         ways = ["hierarchical=False" if n is None else f"{n} hosts" for n in (then, now)]
         raise CheckpointError(
             f"it was saved sharded with {ways[0]}, here it is {ways[1]}, and other ranks compress: "
-            'what they had kept back would be lost. Save with mode="consolidated" to change that'
+            f"what they had kept back would be lost. {remedy}"
         )
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.collectives import Allreduce, Broadcast, Inside
@@ -33,6 +33,8 @@ _NO_SETS = (
     "hierarchical=True needs process sets, and Horovod was initialised without: call "
     f"hvd.init(process_sets='dynamic'), or start all ranks with {_DYNAMIC}=1"
 )
+_TORCHRUN = ("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_OR_MESH = "or say which ranks a host has, by a mesh of two dimensions: hosts, and ranks of a host"
 _FAILED = 1.0  # instead of a verdict: the leader has raised an error
 _LEADER_FAILED = "this host's leader could not exchange its gradient; look at what it has written"
 
@@ -96,6 +98,99 @@ def groups_of(horovod: Any, place: HostPosition, gather: Callable[[Any, Any], li
         return Groups(None, horovod.global_process_set)
     sets = {tuple(row): _process_set(horovod, row) for row in (*inside, *across)}
     return Groups(sets[tuple(inside[place.host])], sets[tuple(across[place.slot])])
+
+
+class LaunchedRank(NamedTuple):
+    """Location of a rank, as its launcher says; -1 for a number that it does not say.
+
+    Attributes:
+        group: number of the launcher that has started it, one on each host.
+        local_rank, local_size: among the ranks of that launcher.
+        node: name of the machine.
+    """
+
+    group: int
+    local_rank: int
+    local_size: int
+    node: str
+
+    @classmethod
+    def here(cls) -> LaunchedRank:
+        """Return the location of this rank by the variables that torchrun sets."""
+        said = [os.environ.get(name, "") for name in _TORCHRUN]
+        group, rank, size = (int(x) if x.isdecimal() else -1 for x in said)
+        return cls(group, rank, size, platform.node())
+
+
+def hosts_of(ranks: Sequence[int], locations: Sequence[LaunchedRank]) -> list[list[int]]:
+    """Return the ranks of each host, as torchrun has started them.
+
+    Args:
+        ranks: those that take part, in ascending order.
+        locations: of these ranks, gathered; so an error is the same on all of them.
+
+    Raises:
+        ValueError: they were not started by torchrun; ranks of a host are not neighbours, or are
+            counted in another order there; hosts have different numbers of ranks.
+    """
+    listed = "By rank (GROUP_RANK, LOCAL_RANK, LOCAL_WORLD_SIZE, host): " + ", ".join(
+        f"{rank}: ({x.group}, {x.local_rank}, {x.local_size}, {x.node})"
+        for rank, x in zip(ranks, locations)
+    )
+    if any(-1 in location for location in locations):
+        raise ValueError(
+            f"hierarchical=True finds hosts by {', '.join(_TORCHRUN)}, which torchrun sets: start "
+            f"all ranks with torchrun, {_OR_MESH}. {listed}"
+        )
+    hosts: dict[int, list[int]] = {}
+    nodes: dict[int, set[str]] = {}
+    order = [(location.group, location.local_rank) for location in locations]
+    for rank, location in zip(ranks, locations):
+        hosts.setdefault(location.group, []).append(rank)
+        nodes.setdefault(location.group, set()).add(location.node)
+    wrong = order != sorted(set(order)) or any(len(names) > 1 for names in nodes.values())
+    wrong = wrong or any(x.local_rank >= x.local_size for x in locations)
+    if wrong:
+        raise ValueError(
+            "hierarchical=True needs ranks that are counted host by host, in the order of their "
+            f"local ranks: start them with torchrun, {_OR_MESH}. {listed}"
+        )
+    sizes = {(len(hosts[x.group]), x.local_size) for x in locations}
+    if len(sizes) > 1:
+        raise ValueError(
+            "hierarchical=True needs the same number of ranks on all hosts: start as many on each, "
+            f"by --nproc-per-node of torchrun. {listed}"
+        )
+    return list(hosts.values())
+
+
+def place_among(hosts: Sequence[Sequence[int]], ranks: Sequence[int], rank: int) -> HostPosition:
+    """Return the position of a rank, where a host's gradient is the mean over its ranks.
+
+    Args:
+        hosts: the ranks of each host, equally many.
+        ranks: all that take part.
+        rank: the one whose position is returned.
+
+    Raises:
+        ValueError: the hosts have other ranks, or are not in the order of ranks.
+    """
+    everybody = sorted(rank for host in hosts for rank in host)
+    if everybody != sorted(ranks):
+        raise ValueError(
+            f"hierarchical= has ranks {everybody}, and the gradients are those of ranks "
+            f"{sorted(ranks)}: take the same ranks for both"
+        )
+    if any(list(row) != sorted(row) for row in (*hosts, *zip(*hosts))):
+        raise ValueError(
+            "hierarchical= needs ranks in ascending order, in each host and over the hosts at each "
+            f"place in them, got {[list(host) for host in hosts]}"
+        )
+    slots = len(hosts[0])
+    for number, host in enumerate(hosts):
+        if rank in host:
+            return HostPosition(number, len(hosts), host.index(rank), slots, 1.0 / slots)
+    raise ValueError(f"rank {rank} is on none of the hosts {[list(host) for host in hosts]}")
 
 
 def _known(horovod: Any) -> dict[tuple[int, ...], int]:

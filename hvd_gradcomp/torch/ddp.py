@@ -20,7 +20,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from hvd_gradcomp.torch.autograd_callbacks import after_backward, backward_id
 from hvd_gradcomp.torch.bucket import Named, as_real
 from hvd_gradcomp.torch.bucketing import BucketPlanner, layers_of
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step
+from hvd_gradcomp.torch.comm.hosts import participants_among, setting_of
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
 from hvd_gradcomp.torch.moments.tracker import track_moments
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor, take_over_momentum
@@ -50,6 +51,9 @@ from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.stats_writer import StatsWriter
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 from hvd_gradcomp.torch.wrapped_c10d import LocalSteps, MomentumExchange
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "CheckpointError",
@@ -203,11 +207,16 @@ class CompressionState:
         rollback: keep the compressor's state from before an exchange until the next one, for
             `discard_step`. Doubles the memory of the compressor's state.
         scaler: the `GradScaler` that scales the loss; None finds it, False for none.
+        hierarchical: True to reduce inside each host as dense tensors, and exchange compressed
+            between hosts; to the compressor a host is one rank, with the samples of all its ranks.
+            Hosts are those of torchrun, and have the same number of ranks. Or a `DeviceMesh` of two
+            dimensions, hosts and ranks of a host, where something else has started the ranks.
 
     Raises:
         TypeError: the model or `compression` is something else.
         ValueError: the compressor cannot take these layers; it corrects momentum, but has neither
-            an optimizer nor `momentum=`; moments are not set up.
+            an optimizer nor `momentum=`; moments are not set up; on all ranks, if hosts are not as
+            `hierarchical` needs them.
         MismatchError: on all ranks, if they do not train the same model in the same way.
     """
 
@@ -224,6 +233,7 @@ class CompressionState:
         nonfinite: str | None = None,
         rollback: bool = True,
         scaler: Any = None,
+        hierarchical: bool | DeviceMesh = False,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
@@ -237,16 +247,20 @@ class CompressionState:
         own: tuple[float, bool] | None = None
         refused: Exception | None = None  # by this rank; the others must hear of it
         try:
+            participants = participants_among(self._group, hierarchical)
             options = ExchangeOptions(
                 backward_passes_per_step, batch_size, bucket_bytes, nonfinite, rollback, scaler
             ).for_hook()
             if isinstance(compression, _Given):
                 compression = compression.compressor()
             compressor, own = resolve_compressor(compression, optimizer)
-            self._run = self._make_reducer(named, compressor, options)
+            self._run = self._make_reducer(named, compressor, participants, options)
         except (TypeError, ValueError) as error:
             refused = error
-        settings = f"{backward_passes_per_step=}, {bucket_bytes=}, {nonfinite=}, {rollback=}"
+        settings = (
+            f"{backward_passes_per_step=}, {bucket_bytes=}, {nonfinite=}, {rollback=}, "
+            f"hierarchical={setting_of(hierarchical)}"
+        )
         every = self._group.gather_objects(
             {
                 **config_check.describe(
@@ -278,9 +292,12 @@ class CompressionState:
             self._belongs_to(model)
 
     def _make_reducer(
-        self, named: Named, compressor: Compressor, options: ExchangeOptions
+        self,
+        named: Named,
+        compressor: Compressor,
+        participants: Participants,
+        options: ExchangeOptions,
     ) -> Reducer:
-        participants = Participants(self._group)
         planner = BucketPlanner(
             named,
             compressor,
@@ -289,7 +306,7 @@ class CompressionState:
             name=self._transport.name,
             tracking="ddp.track_moments(module) before DistributedDataParallel",
         )
-        mean = 1.0 / self._group.size()
+        mean = 1.0 / participants.rank_and_size[1]
         return Reducer(
             planner, self._transport, participants, options, prescale=1.0, postscale=mean
         )
@@ -377,6 +394,7 @@ class CompressionState:
                 "a sparse gradient cannot be compressed in a hook of DistributedDataParallel: make "
                 "the embedding with sparse=False, or use hvd.DistributedOptimizer"
             )
+        self._run.resume_led()
         for p, gradient in pairs:
             if p not in self._run.planner.places:
                 raise ValueError(_fixed_by_ddp(f"one of shape {tuple(p.shape)}"))
@@ -395,11 +413,7 @@ class CompressionState:
             raise ValueError(_fixed_by_ddp(", ".join(absent)))
         if planner.arrived is not None and run.steps == 0:
             planner.fix_order()
-        while running := run.running:
-            run.resume(running)
-            others = [e for e in run.errors if not isinstance(e, NonFiniteGradientError)]
-            if others:  # what this rank does not ask for, the others must not wait for
-                raise others[0]
+        run.drive()
         run.end_exchange()
 
     def _hand_out(self) -> None:

@@ -16,7 +16,7 @@ LOGGER = logging.getLogger("hvd_gradcomp")
 def save(run: Reducer) -> dict[str, Any]:
     """Return this rank's compressor state."""
     wait_for_copies(run.buckets)
-    planner, process_set = run.planner, run.participants.process_set
+    planner, process_set, place = run.planner, run.participants.process_set, run.participants.place
     saved = schema.describe(planner.compressor, [x.layout for x in run.buckets], run.steps)
     for entry, bucket in zip(saved["buckets"], run.buckets):
         entry["state"] = {path: x.detach().clone() for path, x in leaves(bucket.state)}
@@ -24,6 +24,7 @@ def save(run: Reducer) -> dict[str, Any]:
         **saved,
         "rank": process_set.rank(),
         "size": process_set.size(),
+        "hosts": place and place.hosts,
         "order": list(planner.order),
         "ordered": planner.ordered,
         "counters": list(run.traffic.counters),
@@ -34,21 +35,30 @@ def load(run: Reducer, saved: dict[str, Any]) -> None:
     """Load the state that `save` returned; from another rank's state, only replicated fields.
 
     Raises:
-        CheckpointError: it is of another format, compressor, model or number of ranks.
+        CheckpointError: it is of another format, compressor, model or number of ranks or hosts.
     """
-    planner, process_set = run.planner, run.participants.process_set
+    planner, process_set, place = run.planner, run.participants.process_set, run.participants.place
     if isinstance(saved, dict) and saved.get("ordered") and saved["order"]:
         planner.reorder(saved["order"])
     schema.check_exchange(saved, planner.compressor, [bucket.layout for bucket in run.buckets])
     rank, size = process_set.rank(), process_set.size()
     if saved["size"] != size:
         raise CheckpointError(schema.other_size(saved["size"], size))
+    schema.check_hosts(
+        saved.get("hosts"),
+        place and place.hosts,
+        "Resume with the same hierarchical=, or load parameters alone",
+    )
+    # An owner is a rank among those that exchange: with hosts, another's state has none.
+    saver = saved["rank"] if place is None or saved["rank"] == rank else -1
     states, left = [], set()
     for bucket, entry in zip(run.buckets, saved["buckets"]):
-        how = saved["steps"], "sharded", saved["rank"], rank
+        how = saved["steps"], "sharded", saver, rank
+        led_there = place is None or saver == rank or bool(entry["state"])
         values = []
         for path, current in leaves(bucket.state):
-            if schema.source_of(bucket.compressor, path, *how) is not Source.SAVED:
+            source = schema.source_of(bucket.compressor, path, *how)
+            if source is not Source.SAVED or not led_there:
                 values.append(current)
                 left.add(path)
                 continue

@@ -44,6 +44,19 @@ ON_TWO = [
     "one_ends",
 ]
 
+ON_HOSTS = [
+    "every_method",
+    "dense_is_what_ddp_does",
+    "counted",
+    "moments_and_momentum",
+    "state_goes_on",
+    "not_finite",
+    "steps_left_out",
+    "replicas_that_differ",
+    "hosts_as_they_have_to_be",
+    "one_fails",
+]
+
 
 def processes(folder, ranks, *parts, worker="ddp_training"):
     """Runs parts of the worker, and fails where a rank does, or is waited for."""
@@ -86,6 +99,10 @@ def test_three_ranks(tmp_path):
 
 def test_four_ranks(tmp_path):
     processes(tmp_path, 4, *ALWAYS)
+
+
+def test_two_hosts_of_two_ranks(tmp_path):
+    processes(tmp_path, 4, *ON_HOSTS, worker="ddp_hierarchy")
 
 
 def test_parameters_are_those_that_horovod_gives_to_the_bit(tmp_path):

@@ -41,9 +41,12 @@ class ProcessGroup:
     Args:
         group: `torch.distributed`'s, whose backend and timeout ours has; None for all ranks.
         ranks: of ours, if they are not those of `group`.
+        by_all: all ranks of the job construct it, also those that are not in it.
     """
 
-    def __init__(self, group: Any = None, ranks: list[int] | None = None) -> None:
+    def __init__(
+        self, group: Any = None, ranks: list[int] | None = None, *, by_all: bool = False
+    ) -> None:
         everybody = list(range(dist.get_world_size()))
         if ranks is None:
             ranks = everybody if group is None else dist.get_process_group_ranks(group)
@@ -54,12 +57,24 @@ class ProcessGroup:
             self.device = torch.device("cuda", torch.cuda.current_device())
         among: dict[str, Any] = {}
         if self.ranks != everybody:  # other ranks do not call new_group
-            among = {"ranks": self.ranks, "use_local_synchronization": True}
+            among = {"ranks": self.ranks, "use_local_synchronization": not by_all}
         self.backend = backend
         timeout = _timeout_of(group, self.device)
         self.handle: Any = dist.new_group(backend=backend, timeout=timeout, **among)
         self.pending: weakref.WeakSet[Work] = weakref.WeakSet()
+        self._parts: list[ProcessGroup] = []
         _open.add(self)
+
+    def split(self, parts: list[list[int]]) -> ProcessGroup:
+        """Make a group of each part; return the one of this rank, which closes with this group.
+
+        All ranks of the job call it with the same parts. If members alone did, PyTorch would name a
+        group by the number of groups that a rank knows, and ranks with other numbers would wait.
+        """
+        every = [ProcessGroup(self.handle, ranks, by_all=True) for ranks in parts]
+        (own,) = (part for part in every if dist.get_rank() in part.ranks)
+        self._parts.append(own)
+        return own
 
     def rank(self) -> int:
         """Return this rank's index in the group."""
@@ -70,7 +85,7 @@ class ProcessGroup:
         return len(self.ranks)
 
     def hang_up(self) -> None:
-        """Close the connections: ranks that wait for this one fail.
+        """Close the connections, those of parts too: ranks that wait for this one fail.
 
         Collectives that nobody will wait for would keep gloo's open.
         """
@@ -79,6 +94,8 @@ class ProcessGroup:
         handle, self.handle = self.handle, None
         if handle is not None:
             dist.destroy_process_group(handle)
+        for part in self._parts:
+            part.hang_up()
 
     def gather_objects(self, item: Any, kind: Any) -> list[Any]:
         """Gather an item of type `kind` from every rank; see `runtime.typed_json`."""

@@ -806,7 +806,8 @@ def compared(folder):
         torch.save(vector(model), folder / f"ddp-{place}-{dist.get_rank()}.pt")
 
 
-def main():
+def main(parts=None):
+    parts = parts or globals()
     folder, rank, size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     met = f"file://{folder}/met"
@@ -814,9 +815,9 @@ def main():
     done = []
     for name in sys.argv[4:]:
         if name in ("compared", "tools_of_a_user", "distributed_checkpoint"):
-            globals()[name](folder)
+            parts[name](folder)
         else:
-            globals()[name]()
+            parts[name]()
         done.append(name)
         (folder / f"{rank}.json").write_text(json.dumps(done))
     assert not [name for name in sys.modules if name.startswith("horovod.")]
