@@ -22,6 +22,7 @@ def check(reducer: Reducer) -> None:
         parameters.update(zip(bucket.layout.names, bucket.parameters))
     names = [name for name, _, _ in reducer.planner.layers]
     held = [(f"parameter {name}", parameters[name].detach()) for name in names]
+    held += [(f"parameter {name}", p.detach()) for name, p in reducer.beside]
     for place, bucket in enumerate(reducer.buckets):
         held += verify.replicated(place, bucket.compressor, bucket.layout, bucket.state)
     if not held:

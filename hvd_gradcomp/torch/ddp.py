@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +40,7 @@ from hvd_gradcomp.torch import ddp_checkpoint, inspection
 from hvd_gradcomp.torch.autograd_callbacks import after_backward, backward_id
 from hvd_gradcomp.torch.bucket import Named, as_real
 from hvd_gradcomp.torch.bucketing import BucketPlanner, layers_of
-from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step
+from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step, sparse_allreduce
 from hvd_gradcomp.torch.comm.hosts import participants_among, setting_of
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
 from hvd_gradcomp.torch.moments.tracker import track_moments
@@ -48,6 +48,7 @@ from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor, ta
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.probing import Probe
 from hvd_gradcomp.torch.reducer import Reducer
+from hvd_gradcomp.torch.sparse_grads import SparseGradients
 from hvd_gradcomp.torch.stats_writer import StatsWriter
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 from hvd_gradcomp.torch.wrapped_c10d import LocalSteps, MomentumExchange
@@ -211,6 +212,10 @@ class CompressionState:
             between hosts; to the compressor a host is one rank, with the samples of all its ranks.
             Hosts are those of torchrun, and have the same number of ranks. Or a `DeviceMesh` of two
             dimensions, hosts and ranks of a host, where something else has started the ranks.
+        sparse_as_dense: False to gather the rows of sparse gradients (`Embedding(sparse=True)`)
+            from all ranks, uncompressed, and to give these layers no bucket. None, like True,
+            compresses them as dense ones, and logs that once; in `p.grad` they are sparse again. A
+            table of which a batch needs few rows moves fewer bytes with False.
 
     Raises:
         TypeError: the model or `compression` is something else.
@@ -234,6 +239,7 @@ class CompressionState:
         rollback: bool = True,
         scaler: Any = None,
         hierarchical: bool | DeviceMesh = False,
+        sparse_as_dense: bool | None = None,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
@@ -242,7 +248,10 @@ class CompressionState:
             )
         self._group = ProcessGroup(process_group or model.process_group)
         self._transport = C10dBackend(self._group, "ddp")
-        named: Named = _reduced(model)
+        as_dense = sparse_as_dense is not False
+        tables = set() if as_dense else _tables(model)
+        named = [(name, p) for name, p in _reduced(model) if p not in tables]
+        beside = [(name, p) for name, p in _reduced(model) if p in tables]
         compressor: Any = compression
         own: tuple[float, bool] | None = None
         refused: Exception | None = None  # by this rank; the others must hear of it
@@ -254,12 +263,12 @@ class CompressionState:
             if isinstance(compression, _Given):
                 compression = compression.compressor()
             compressor, own = resolve_compressor(compression, optimizer)
-            self._run = self._make_reducer(named, compressor, participants, options)
+            self._run = self._make_reducer(named, beside, compressor, participants, options)
         except (TypeError, ValueError) as error:
             refused = error
         settings = (
             f"{backward_passes_per_step=}, {bucket_bytes=}, {nonfinite=}, {rollback=}, "
-            f"hierarchical={setting_of(hierarchical)}"
+            f"hierarchical={setting_of(hierarchical)}, {sparse_as_dense=}"
         )
         every = self._group.gather_objects(
             {
@@ -284,6 +293,16 @@ class CompressionState:
             take_over_momentum(optimizer, MomentumTransfer(optimizer, *own), self._run)
         self._model = weakref.ref(model)
         self._waiting: list[tuple[Any, torch.Tensor, list[Any]]] = []  # DDP's, in this step
+        self._sparse = SparseGradients(
+            self._run,
+            sparse_allreduce,
+            average=True,
+            as_dense=as_dense,
+            by_default=sparse_as_dense is None,
+        )
+        self._names = dict((p, name) for name, p in (*named, *beside))
+        self._gathering: dict[torch.nn.Parameter, Callable[[], torch.Tensor]] = {}  # in this step
+        self._rows: dict[torch.nn.Parameter, torch.Tensor] = {}  # reduced, of this step
         self._error: Exception | None = None
         self._joined, self._taking_part = False, self._group.size()
         self._said_unsaved = False
@@ -294,6 +313,7 @@ class CompressionState:
     def _make_reducer(
         self,
         named: Named,
+        beside: Named,
         compressor: Compressor,
         participants: Participants,
         options: ExchangeOptions,
@@ -308,7 +328,13 @@ class CompressionState:
         )
         mean = 1.0 / participants.rank_and_size[1]
         return Reducer(
-            planner, self._transport, participants, options, prescale=1.0, postscale=mean
+            planner,
+            self._transport,
+            participants,
+            options,
+            prescale=1.0,
+            postscale=mean,
+            beside=beside,
         )
 
     def _belongs_to(self, model: DistributedDataParallel) -> None:
@@ -389,16 +415,18 @@ class CompressionState:
             planner.warn_if_unprofitable()
 
     def _give(self, buffer: torch.Tensor, pairs: list[Any]) -> None:
-        if buffer.is_sparse:
-            raise ValueError(
-                "a sparse gradient cannot be compressed in a hook of DistributedDataParallel: make "
-                "the embedding with sparse=False, or use hvd.DistributedOptimizer"
-            )
-        self._run.resume_led()
+        run = self._run
+        run.resume_led()
         for p, gradient in pairs:
-            if p not in self._run.planner.places:
+            name = self._names.get(p)
+            if gradient.is_sparse and name is not None:
+                if p not in run.planner.places:
+                    self._gathering[p] = self._sparse.gather(name, gradient.coalesce())
+                    continue
+                gradient = self._sparse.as_dense(name, gradient)
+            if p not in run.planner.places:
                 raise ValueError(_fixed_by_ddp(f"one of shape {tuple(p.shape)}"))
-            self._run.mark_ready(p, gradient)
+            run.mark_ready(p, gradient)
 
     def _finish(self) -> None:
         """Run all programs to their ends, in the same order on all ranks.
@@ -414,6 +442,14 @@ class CompressionState:
         if planner.arrived is not None and run.steps == 0:
             planner.fix_order()
         run.drive()
+        self._rows = {p: wait().coalesce() for p, wait in self._gathering.items()}
+        self._gathering.clear()
+        bad = [
+            self._names[p] for p, rows in self._rows.items() if not rows.values().isfinite().all()
+        ]
+        if bad:  # on all ranks, as all have the same rows
+            what = f"a rank has a NaN or an infinity in the sparse gradient of {', '.join(bad)}"
+            run.errors.append(NonFiniteGradientError(what))
         run.end_exchange()
 
     def _hand_out(self) -> None:
@@ -429,7 +465,7 @@ class CompressionState:
         if not getattr(model, "_divide_by_initial_world_size", True):  # the user's, of `join`
             factor = self._group.size() / max(self._taking_part, 1)
         for p, gradient in given if error is None else ():
-            gradient.copy_(self._run.reduced_grad(p))
+            gradient.copy_(self._reduced_like(gradient, p))
             if factor != 1.0:
                 gradient.mul_(factor)
         for future, buffer, _ in waiting:
@@ -438,6 +474,8 @@ class CompressionState:
             future.set_result(buffer)
         if error is not None:
             self._run.end_step()
+            self._gathering.clear()
+            self._rows.clear()
             self._run.sources.forget()
             self._run.scaling.forget()
             if self._joined:
@@ -445,11 +483,23 @@ class CompressionState:
             after_backward(lambda: _raise(error))
             return
         self._run.end_step()
+        self._rows.clear()
         if self._joined or self._run.undone or model is None:
             return
         if model.find_unused_parameters or model.static_graph:
-            before = [(p, gradient, p.grad, _version(p.grad)) for p, gradient in given]
+            dense = [(p, gradient) for p, gradient in given if not gradient.is_sparse]
+            before = [(p, gradient, p.grad, _version(p.grad)) for p, gradient in dense]
             after_backward(lambda: _deliver(before))
+
+    def _reduced_like(self, gradient: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
+        """Return the reduced gradient of a parameter, sparse if DDP's is sparse."""
+        if p in self._rows:
+            rows = self._rows[p].to(gradient.dtype)
+            if self._run.undone:
+                rows.values().fill_(float("nan"))
+            return rows
+        reduced = self._run.reduced_grad(p)
+        return reduced.to(gradient.dtype).to_sparse(1) if gradient.is_sparse else reduced
 
     def _fail(self, error: Exception) -> None:
         """Record an error; close the connections unless all ranks have the same error."""
@@ -513,7 +563,9 @@ def _gradients(bucket: dist.GradBucket) -> list[tuple[torch.nn.Parameter, torch.
     The bucket has complex gradients as real ones of shape [..., 2]; `gradients()` ignores that.
     """
     buffer, parameters = bucket.buffer(), bucket.parameters()
-    if buffer.is_sparse or not any(p.is_complex() for p in parameters):
+    if buffer.is_sparse:  # of one parameter, and `gradients()` has none
+        return [(parameters[0], buffer)]
+    if not any(p.is_complex() for p in parameters):
         return list(zip(parameters, bucket.gradients()))
     pairs, start = [], buffer.storage_offset()
     for p in parameters:
@@ -532,6 +584,16 @@ def _reduced(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Paramet
         for name, p in model.module.named_parameters()
         if p.requires_grad and name not in ignored
     ]
+
+
+def _tables(model: DistributedDataParallel) -> set[torch.nn.Parameter]:
+    """Return the parameters whose gradients DDP expects to be sparse."""
+    found: dict[torch.nn.Parameter, bool] = {}
+    for module in model.module.modules():
+        table = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+        for p in module.parameters(recurse=False):
+            found.setdefault(p, table)  # DDP looks at the first module that has it
+    return {p for p, is_table in found.items() if is_table}
 
 
 def _fixed_by_ddp(which: str) -> str:

@@ -28,6 +28,7 @@ def save(run: Reducer) -> dict[str, Any]:
         "order": list(planner.order),
         "ordered": planner.ordered,
         "counters": list(run.traffic.counters),
+        "gathered": dict(run.traffic.gathered),
     }
 
 
@@ -83,6 +84,6 @@ def load(run: Reducer, saved: dict[str, Any]) -> None:
         bucket.state = state
     run.steps = saved["steps"]
     if saved["rank"] == rank:
-        run.traffic.counters = list(saved["counters"])
+        run.traffic.totals = saved["counters"], saved.get("gathered", {})  # older states have none
     if not planner.ordered:
         planner.order = list(saved["order"])

@@ -181,7 +181,7 @@ class StepExchange:
             return
         name = self._reducer.planner.names[p]
         if self._sparse.is_gathered(p):
-            self._put(p, self._sparse.in_bucket(name, p, p.grad))
+            self._put(p, self._sparse.in_bucket(p, p.grad))
             self.taken[p] = Taken(False, self._sparse.gather(name, p.grad))
         else:
             self._put(p, self._sparse.as_dense(name, p.grad))

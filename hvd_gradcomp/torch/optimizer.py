@@ -217,7 +217,13 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             distributed._parameter_names, groups_of(distributed), backward_passes_per_step
         ),
         ConfigCheck(reducer, settings),
-        SparseGradients(reducer, average=average, as_dense=compresses_rows, by_default=by_default),
+        SparseGradients(
+            reducer,
+            comm_horovod.sparse_allreduce,
+            average=average,
+            as_dense=compresses_rows,
+            by_default=by_default,
+        ),
         average=average,
     )
     distributed._exchange_by(synchronizer, transfer, verify_every)

@@ -128,6 +128,7 @@ class Reducer:
         prescale, postscale: see `Context`.
         in_order: launch programs in the order of the buckets, whatever the order in which gradients
             arrive. For transports that match collectives by order, where ranks may differ in it.
+        beside: (name, parameter) of sparse gradients that have no bucket: their rows are gathered.
 
     Attributes:
         traffic: of this rank.
@@ -152,11 +153,13 @@ class Reducer:
         prescale: float,
         postscale: float,
         in_order: bool = False,
+        beside: Named = (),
     ) -> None:
         transport.check(planner.named_parameters)
         self.planner, self.transport, self.participants = planner, transport, participants
         self.rollback, self._nonfinite = options.rollback, options.nonfinite
         self.prescale, self.postscale, self._in_order = prescale, postscale, in_order
+        self.beside = list(beside)
         self.scaling, self.traffic = GradScalerAdapter(options.scaler), TrafficCounter()
         self.sources = Sources(planner.source, planner.places, options.batch_size, self.scaling)
         self.sources.watch(planner.buckets)
@@ -544,6 +547,7 @@ class Reducer:
 
     def stats(self) -> CompressionStats:
         """Return totals since the start; synchronizes with the device."""
+        parameters = [*self.parameters, *(p for _, p in self.beside)]
         return stats.stats(
             [
                 stats.BucketTotals(b.layout, b.compressor, b.state, self.steps - b.since)
@@ -551,11 +555,11 @@ class Reducer:
             ],
             stats.Counters(*self.traffic.counters),
             steps=self.steps,
-            order=[name for name, _, _ in self.planner.layers],
+            order=[name for name, _, _ in self.planner.layers] + [name for name, _ in self.beside],
             beside=self.traffic.gathered,
-            unplanned={},
+            unplanned={name: p.numel() for name, p in self.beside},
             norm=_norm,
-            gradient_norms=[_norm(p.grad) for p in self.parameters if p.grad is not None],
+            gradient_norms=[_norm(p.grad) for p in parameters if p.grad is not None],
             seconds_waited=self.traffic.waited,
         )
 

@@ -1,4 +1,4 @@
-"""Sparse gradients: compressed as dense ones, or their rows gathered by Horovod, uncompressed."""
+"""Sparse gradients: compressed as dense ones, or their rows gathered, uncompressed."""
 
 from __future__ import annotations
 
@@ -8,26 +8,33 @@ from collections.abc import Callable
 import torch
 
 from hvd_gradcomp.torch.bucket import as_real
-from hvd_gradcomp.torch.comm import horovod
 from hvd_gradcomp.torch.reducer import Reducer
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 
 
 class SparseGradients:
-    """Sparse gradients of one optimizer.
+    """Sparse gradients of one optimizer, or of one model.
 
     Args:
-        reducer: of its gradients.
+        reducer: of the gradients.
+        allreduce: the `sparse_allreduce` of a transport.
         average: gradients are averaged, not summed.
         as_dense: compress them as dense ones, and do not gather their rows.
         by_default: `as_dense` was not requested; that is logged once.
     """
 
     def __init__(
-        self, reducer: Reducer, *, average: bool, as_dense: bool, by_default: bool
+        self,
+        reducer: Reducer,
+        allreduce: Callable[..., Callable[[], torch.Tensor]],
+        *,
+        average: bool,
+        as_dense: bool,
+        by_default: bool,
     ) -> None:
-        self._reducer, self._average, self._as_dense = reducer, average, as_dense
+        self._reducer, self._sum_rows = reducer, allreduce
+        self._average, self._as_dense = average, as_dense
         self._says = as_dense and by_default
 
     def is_gathered(self, p: torch.nn.Parameter) -> bool:
@@ -45,33 +52,21 @@ class SparseGradients:
         self._says = False
         return gradient.to_dense()
 
-    def in_bucket(
-        self, name: str, p: torch.nn.Parameter, rows: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Count the rows of a gradient; return what lies in its bucket: None for zeros.
+    def in_bucket(self, p: torch.nn.Parameter, rows: torch.Tensor) -> torch.Tensor | None:
+        """Return what lies in the bucket of a gradient whose rows are gathered: None for zeros.
 
         Or NaN, which tells the other ranks that the gradient is not finite.
         """
-        values, indices = rows._values(), rows._indices()
-        traffic = self._reducer.traffic
-        for part in (values, indices):
-            traffic.sent(part)
-        traffic.gathered[name] = traffic.gathered.get(name, 0) + values.numel()
-        nothing = (as_real(values) * 0).sum().to(as_real(p.detach()).dtype)
+        nothing = (as_real(rows._values()) * 0).sum().to(as_real(p.detach()).dtype)
         return None if not nothing.is_cuda and nothing == 0 else nothing
 
     def gather(self, name: str, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Start to gather rows; return a function that waits for those of all ranks."""
-        group = self._reducer.participants.process_set
-        wait = horovod.sparse_allreduce(rows, name, group, self._average)
-
-        def gathered() -> torch.Tensor:
-            found = wait()
-            for part in (found._values(), found._indices()):
-                self._reducer.traffic.received(part)
-            return found
-
-        return gathered
+        """Start to gather rows, and count them; return a function that waits for all ranks'."""
+        group, traffic = self._reducer.participants.process_set, self._reducer.traffic
+        count = rows._values().numel()
+        if count:
+            traffic.gathered[name] = traffic.gathered.get(name, 0) + count
+        return self._sum_rows(rows, name, group, self._average, traffic)
 
 
 def no_rows(p: torch.nn.Parameter) -> torch.Tensor:

@@ -27,6 +27,7 @@ ON_TWO = [
     "state_goes_on",
     "what_differs",
     "what_is_no_state",
+    "sparse_gradients",
     "settled_by_ddp",
     "waits_as_long",
     "fewer_batches",

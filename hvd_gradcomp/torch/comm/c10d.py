@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hvd_gradcomp.core.collectives import Allreduce, Gather
 from hvd_gradcomp.runtime import errors, typed_json
+from hvd_gradcomp.runtime.program_runner import TrafficCounter
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 
 VERIFY = -1  # said in the place of a step
@@ -146,6 +147,38 @@ class Work:
     def release(self) -> None:
         """Let go of the collective; nothing can wait for it afterwards."""
         self._work = None
+
+
+def sparse_allreduce(
+    tensor: torch.Tensor, name: str, group: ProcessGroup, average: bool, traffic: TrafficCounter
+) -> Callable[[], torch.Tensor]:
+    """Start to gather the rows of all ranks; return a function that waits for them.
+
+    As collectives want tensors of one size, ranks gather how many rows each has, and pad theirs.
+    The result is not coalesced.
+    """
+    del name
+    indices, values = tensor._indices().t().contiguous(), tensor._values().contiguous()
+    rows = len(indices)
+    counts = Work.of(dist.all_gather, torch.tensor([rows], device=group.device), group)
+
+    def gather(part: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+        padded = part.new_zeros((max(lengths), *part.shape[1:]))
+        padded[:rows] = part
+        traffic.sent(padded)
+        every = Work.of(dist.all_gather, padded, group).wait()
+        traffic.received(every)
+        return torch.cat([piece[:length] for piece, length in zip(every, lengths)])
+
+    def wait() -> torch.Tensor:
+        lengths = [int(length) for length in counts.wait()]
+        places, gathered = indices, values
+        if any(lengths):
+            places, gathered = gather(indices, lengths), gather(values, lengths)
+        scaled = gathered / group.size() if average else gathered
+        return torch.sparse_coo_tensor(places.t(), scaled, tensor.size(), check_invariants=False)
+
+    return wait
 
 
 def out_of_step(said: dict[int, list[int]]) -> OutOfStepError:

@@ -24,7 +24,7 @@ from horovod.torch import mpi_ops
 from hvd_gradcomp.core.collectives import Allreduce, Gather, goes_as_sum
 from hvd_gradcomp.ops import PayloadError
 from hvd_gradcomp.runtime import hierarchy, stall_inspector, typed_json
-from hvd_gradcomp.runtime.program_runner import Groups, HostPosition
+from hvd_gradcomp.runtime.program_runner import Groups, HostPosition, TrafficCounter
 from hvd_gradcomp.runtime.unique_names import UniqueNames
 from hvd_gradcomp.torch.comm import recorded
 
@@ -181,14 +181,18 @@ def broadcast(tensor: torch.Tensor, root: int, name: str, process_set: Any) -> W
 
 
 def sparse_allreduce(
-    tensor: torch.Tensor, name: str, process_set: Any, average: bool
+    tensor: torch.Tensor, name: str, process_set: Any, average: bool, traffic: TrafficCounter
 ) -> Callable[[], torch.Tensor]:
     """Start a sparse allreduce as `horovod.torch.sparse_allreduce_async`; return its wait."""
+    for part in (tensor._values(), tensor._indices()):
+        traffic.sent(part)
     indices = allgather(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
     values = allgather(tensor._values().contiguous(), f"{name}.values", process_set)
 
     def wait() -> torch.Tensor:
         gathered, places = values.wait(), indices.wait().t()
+        for part in (gathered, places):
+            traffic.received(part)
         scaled = gathered / process_set.size() if average else gathered
         return torch.sparse_coo_tensor(places, scaled, tensor.size(), check_invariants=False)
 

@@ -321,11 +321,112 @@ def what_is_no_state():
             assert all(torch.equal(x, before["state"][path]) for path, x in one["state"].items())
     train(model, sgd(model), 2, first=2)
     alike(vector(model))
-    table = DistributedDataParallel(torch.nn.Embedding(5, 2, sparse=True))
-    ddp.compress(table, StromCompressor(tau=0.1))
-    raises(
-        ValueError, "make the embedding with sparse=False", table(torch.tensor([1])).sum().backward
+
+
+class Words(torch.nn.Module):
+    """A table of which a batch needs some rows, and a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(50, 4, sparse=True)
+        self.layer = torch.nn.Linear(4, 3)
+
+    def forward(self, words):
+        return self.layer(self.table(words).mean(1))
+
+
+def words_of(step):
+    """Of this rank: as many as its number, none for rank 0 in the first step, some twice."""
+    rank = dist.get_rank()
+    count = 0 if rank == 0 and step == 0 else 2 + 3 * rank
+    return torch.randint(
+        0, 25, (count, 2), generator=torch.Generator().manual_seed(100 * step + rank)
     )
+
+
+def train_words(model, optimizer, steps, first=0):
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        model(words_of(step)).square().sum().backward()
+        assert model.module.table.weight.grad.is_sparse
+        optimizer.step()
+
+
+def sparse_gradients():
+    """Rows are gathered as they are, or compressed as a dense gradient; sparse for an optimizer."""
+
+    def words(compression, **options):
+        torch.manual_seed(1)
+        model = DistributedDataParallel(Words())
+        return model, ddp.compress(model, compression, **options)
+
+    torch.manual_seed(1)
+    plain = DistributedDataParallel(Words())
+    train_words(plain, sgd(plain), 4)
+    for as_dense in (None, True, False):
+        model, state = words(None, sparse_as_dense=as_dense)
+        said = logged(lambda m=model: train_words(m, sgd(m), 4))
+        assert torch.allclose(vector(plain), vector(model), atol=1e-6), as_dense
+        alike(vector(model))
+        told = as_dense is None and dist.get_rank() == 0
+        assert [line for line in said if "compressed as a dense one" in line] == said
+        assert bool(said) <= told
+    rows = sum(words_of(step).unique().numel() for step in range(4))
+    most = sum(_most(words_of(step).unique().numel()) for step in range(4))
+    stats = state.stats()
+    assert stats.layers["table.weight"] == 4 * rows and stats.sizes["table.weight"] == 200
+    assert stats.elements == stats.steps * vector(model).numel()
+    assert stats.bytes_sent == 4 * 4 * 15 + most * (8 + 4 * 4)
+    ddp.verify(state)
+    with torch.no_grad():
+        model.module.table.weight.add_(dist.get_rank())
+    raises(ddp.DivergedError, "table.weight", lambda: ddp.verify(state))
+    for as_dense in (True, False):
+        model, state = words(StromCompressor(tau=0.05), sparse_as_dense=as_dense)
+        adam = torch.optim.SparseAdam([model.module.table.weight], 0.01)
+        train_words(model, adam, 2)
+        saved = copy.deepcopy((model.state_dict(), state.state_dict()))
+        again, other = words(StromCompressor(tau=0.05), sparse_as_dense=as_dense)
+        again.load_state_dict(saved[0])
+        other.load_state_dict(saved[1])
+        for each in (model, again):
+            train_words(each, sgd(each), 3, first=2)
+        assert torch.equal(vector(model), vector(again)) and other.stats() == state.stats()
+        alike(vector(model))
+    # What is not finite in a row of one rank alone.
+    for policy in ("raise", "propagate"):
+        for as_dense in (True, False):
+            how = {"sparse_as_dense": as_dense, "nonfinite": policy}
+            model, state = words(StromCompressor(tau=0.05), **how)
+            train_words(model, sgd(model), 2)
+            kept = copy.deepcopy(state.state_dict()["buckets"])
+            factor = float("nan" if dist.get_rank() == 1 else "1")
+            bad = (model.module.table(words_of(3)) * factor).sum() + 0 * model(words_of(3)).sum()
+            if policy == "raise":
+                raises(NonFiniteGradientError, "table" * (not as_dense), bad.backward)
+            else:
+                bad.backward()
+                assert all(p.grad.to_dense().isnan().any() for p in model.parameters())
+                for one, now in zip(kept, state.state_dict()["buckets"]):
+                    assert all(torch.equal(x, now["state"][k]) for k, x in one["state"].items())
+                assert state.stats().skipped == 1 and state.steps == 2
+            train_words(model, sgd(model), 1, first=4)
+            alike(vector(model))
+    table = DistributedDataParallel(torch.nn.Embedding(5, 2, sparse=True))  # and nothing else
+    ddp.compress(table, StromCompressor(tau=0.1), sparse_as_dense=False)
+    table(torch.tensor([1, dist.get_rank()])).sum().backward()
+    mean = torch.tensor([0.5, 1.5, 0, 0, 0])
+    assert torch.equal(table.module.weight.grad.to_dense(), torch.stack([mean, mean], 1))
+    raises(
+        MismatchError, "sparse_as_dense", lambda: words(None, sparse_as_dense=dist.get_rank() > 0)
+    )
+
+
+def _most(count):
+    """The largest number of all ranks."""
+    most = torch.tensor(count)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return int(most)
 
 
 def settled_by_ddp():
