@@ -14,6 +14,9 @@ from hvd_gradcomp import NoneCompressor, NonFiniteGradientError, PayloadError, S
 from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.runtime import hierarchy
+from hvd_gradcomp.runtime.hierarchy import LaunchedRank
+from hvd_gradcomp.runtime.program_runner import HostPosition
 from hvd_gradcomp.testing import World
 from tests.hosts_world import Hosts
 from tests.methods import (
@@ -150,3 +153,36 @@ def test_what_one_leader_cannot_read_reaches_its_host():
         world.step(drawn(np.random.default_rng(3), world, 6))
     assert all(isinstance(error, PayloadError) for error in world.failures)
     assert "look at what it has written" in str(world.failures[1])
+
+
+def started(*where, local_size=2):
+    """What `torchrun` says of ranks on (launcher, place there, machine)."""
+    return [LaunchedRank(group, slot, local_size, node) for group, slot, node in where]
+
+
+def test_hosts_of_torchrun():
+    """By its own number; one machine may have two of them."""
+    places = [(0, 0, "a"), (0, 1, "a"), (3, 0, "a"), (3, 1, "a")]
+    hosts = hierarchy.hosts_of(range(4), started(*places))
+    assert hosts == [[0, 1], [2, 3]]
+    place = hierarchy.place_among(hosts, range(4), 3)
+    assert place == HostPosition(1, 2, 1, 2, 0.5)
+    with pytest.raises(ValueError, match="take the same ranks for both"):
+        hierarchy.place_among(hosts, range(3), 0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        (started((0, 0, "a"), (0, -1, "a")), "start all ranks with torchrun"),
+        (started((0, 0, "a"), (1, 0, "b"), (0, 1, "a"), (1, 1, "b")), "counted host by host"),
+        (started((0, 1, "a"), (0, 0, "a")), "counted host by host"),
+        (started((0, 0, "a"), (0, 0, "a")), "counted host by host"),
+        (started((0, 0, "a"), (0, 1, "b")), "counted host by host"),
+        (started((0, 0, "a"), (0, 1, "a"), local_size=1), "counted host by host"),
+        (started((0, 0, "a"), (0, 1, "a"), (1, 0, "b")), "the same number of ranks on all hosts"),
+    ],
+)
+def test_hosts_that_do_not_fit(ranks, text):
+    with pytest.raises(ValueError, match=text):
+        hierarchy.hosts_of(range(len(ranks)), ranks)
