@@ -1,8 +1,8 @@
 """The Trainer, Lightning and Accelerate under torchrun: they wrap a model, which we compress.
 
 Without compression the updates are those of `DistributedDataParallel`; with it replicas stay equal,
-and the loss falls. What the Trainer and Lightning have saved halfway goes on to the bit, and their
-logs tell how much was sent. No Horovod.
+and the loss falls. What they have saved halfway goes on to the bit, and their logs tell how much
+was sent. No Horovod.
 
 torchrun --standalone --nproc-per-node 2 -m tests.clients.with_ddp FOLDER [LIBRARY ...]
 """
@@ -32,7 +32,7 @@ from hvd_gradcomp import (
     SparseGDCompressor,
     VarianceCompressor,
 )
-from hvd_gradcomp.torch import ddp, trainers
+from hvd_gradcomp.torch import trainers
 
 METHODS = (NoneCompressor(), QSGDCompressor(), VarianceCompressor(alpha=0.5, moments="step"))
 SAMPLES, BATCH, RATE = 64, 4, 0.1
@@ -40,6 +40,7 @@ PASSES = 2  # for each step
 STEPS = SAMPLES // (2 * BATCH * PASSES)  # on two ranks
 RESUMED = SparseGDCompressor(density=0.1)  # of which a checkpoint has to have the residual
 CLIPPED = 0.05
+CHECKPOINTS = {"trainer": f"checkpoint-{STEPS // 2}", "accelerate": ""}  # with a file a rank
 
 
 class Net(nn.Module):
@@ -158,26 +159,50 @@ def by_lightning(
     return module.model, training and training.state, logged
 
 
-def by_accelerate(compressor: Compressor | None) -> tuple[nn.Module, Any, list[Any]]:
-    """What `prepare` returns is the model to compress."""
+def by_accelerate(
+    compressor: Compressor | None, folder: str | None = None, resume: bool = False
+) -> tuple[nn.Module, Any, list[dict[str, float]]]:
+    """Return the model, the state of its exchange, and what was logged."""
     from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=PASSES)
+    class Rows(GeneralTracker):
+        """Keeps what is logged."""
+
+        name, requires_logging_directory, main_process_only = "rows", False, True
+        tracker = None
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            pass
+
+        def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+            rows.append(values)
+
+    rows: list[dict[str, float]] = []
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=PASSES, log_with=Rows())
+    training = None
+    if compressor is not None:
+        training = trainers.compress(accelerator, compressor, backward_passes_per_step=PASSES)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     loader = DataLoader(TensorDataset(*points()), BATCH)
     wrapped, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    state = None
-    if compressor is not None:
-        state = ddp.compress(wrapped, compressor, backward_passes_per_step=PASSES)
-    for x, y in loader:
-        with accelerator.accumulate(wrapped):
-            accelerator.backward(wrapped(x, y)["loss"])
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(wrapped.parameters(), CLIPPED)
-            optimizer.step()
-            optimizer.zero_grad()
-    return model, state, []
+    accelerator.init_trackers("test")
+    if resume:
+        accelerator.load_state(folder)
+    for epoch in range(int(resume), 2 if folder else 1):
+        for x, y in loader:
+            with accelerator.accumulate(wrapped):
+                accelerator.backward(wrapped(x, y)["loss"])
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(wrapped.parameters(), CLIPPED)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients and training is not None:
+                accelerator.log(training.statistics())
+        if folder and epoch == 0:
+            accelerator.save_state(folder)
+    return model, training and training.state, rows
 
 
 LIBRARIES: dict[str, Callable[..., tuple[nn.Module, Any, Any]]] = {
@@ -220,19 +245,18 @@ def main(folder: str, *libraries: str) -> None:
                 "digest": digest(model),
             }
         result[library] = {"methods": found}
-        if library != "accelerate":
-            place = str(Path(folder, library))
-            straight, state, logged = train(RESUMED, place)
-            again, resumed, _ = train(RESUMED, place, resume=True)
-            result[library] |= {
-                "resumed": [digest(straight), digest(again)],
-                "steps": [state.steps, resumed.steps],
-                "logged": [row for row in logged if "compression/ratio" in row],
-            }
-        if library == "trainer":
+        place = str(Path(folder, library))
+        straight, state, logged = train(RESUMED, place)
+        again, resumed, _ = train(RESUMED, place, resume=True)
+        result[library] |= {
+            "resumed": [digest(straight), digest(again)],
+            "steps": [state.steps, resumed.steps],
+            "logged": [row for row in logged if "compression/ratio" in row],
+        }
+        if library in CHECKPOINTS:
             dist.barrier()
             if dist.get_rank() == 1:
-                Path(place, f"checkpoint-{STEPS // 2}", "compressor-1-of-2.pt").unlink()
+                Path(place, CHECKPOINTS[library], "compressor-1-of-2.pt").unlink()
             dist.barrier()
             try:
                 train(RESUMED, place, resume=True)

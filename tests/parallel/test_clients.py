@@ -21,6 +21,7 @@ CLIENTS = {  # what each needs, and what its ranks are started with
     "skorch": ("skorch", "gloo"),
     "compile": ("torch", "gloo"),
 }
+WRAPPING = {"trainer": "transformers", "lightning": "lightning", "accelerate": "accelerate"}
 ROUNDED = {"float16": 1e-4, "bfloat16": 1e-3}  # halves of a batch are rounded otherwise
 NOT_CLIPPED = ("plain",)
 BOUND = 0.05 * 0.1  # of an update: the norm that gradients are clipped to, and the learning rate
@@ -29,6 +30,13 @@ MESSAGES = {
     "told more": "fewer than backward_passes_per_step passes have come",
     "not synchronized": "Call optimizer.synchronize() before gradients are clipped",
     "not told": "Increase backward_passes_per_step",
+}
+REFUSED = {
+    "one replica": "so it has a single replica, and nothing travels that could be compressed",
+    "both dimensions": "call fully_shard with the second dimension alone",
+    "a head outside": "0 and 1.weight, 1.bias are trained apart: call fully_shard once more",
+    "other replicas": "layers.0.bias",
+    "no mesh": "the trainer has no mesh of replicas and shards",
 }
 
 
@@ -52,8 +60,7 @@ def test_updates_are_those_of_plain_pytorch(client, tmp_path):
 
 def test_libraries_that_wrap_the_model_themselves(tmp_path):
     """Under torchrun, with `ddp.compress`; the recipes of docs/tutorial/libraries.md."""
-    packages = {"trainer": "transformers", "lightning": "lightning", "accelerate": "accelerate"}
-    there = [name for name, package in packages.items() if importlib.util.find_spec(package)]
+    there = [name for name, package in WRAPPING.items() if importlib.util.find_spec(package)]
     if not there:
         pytest.skip("none of them is installed")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -80,13 +87,43 @@ def test_libraries_that_wrap_the_model_themselves(tmp_path):
             else:
                 assert found["off"] > 0 and found["ratio"] > 1.2, (library, name, found)
                 assert found["losses"][1] < found["losses"][0], (library, name, found)
-        if library == "accelerate":
-            continue
         straight, again = result["resumed"]
         assert straight == again == results[1][library]["resumed"][0], "it does not resume"
         assert result["steps"] == ([4, 4] if library == "trainer" else [8, 8]), library
-        if library == "trainer":
+        if library != "lightning":
             for each in results:
                 assert "has no compressor state of rank 1" in each[library]["missing"]
         ratios = [row["compression/ratio"] for row in result["logged"]]
         assert len(ratios) >= 3 and min(ratios) > 2, result["logged"]
+
+
+def test_libraries_that_shard_the_model_themselves(tmp_path):
+    """FSDP2 inside of two replicas of two shards; the recipes of docs/tutorial/libraries.md."""
+    there = [name for name, package in WRAPPING.items() if importlib.util.find_spec(package)]
+    if not there:
+        pytest.skip("none of them is installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.clients.with_sharded", str(tmp_path), *there],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    for result in results:
+        says(result.pop("refused"), REFUSED)
+    assert list(results[0]) == there
+    for library, result in results[0].items():
+        for name, found in result["methods"].items():
+            assert all(each[library]["methods"][name] == found for each in results), name
+            assert found["steps"] == 4, (library, name, found)
+            if name == "NoneCompressor()":
+                assert found["off"] < 1e-6, (library, found)
+            else:
+                assert found["off"] > 0 and found["ratio"] > 1.2, (library, name, found)
+                assert found["losses"][1] < found["losses"][0], (library, name, found)
+        straight, again = result["resumed"]
+        assert straight == again == results[3][library]["resumed"][0], "it does not resume"
+        assert result["steps"] == [4, 4], library

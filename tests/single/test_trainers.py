@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from torch import nn
 
@@ -21,3 +23,51 @@ def test_a_model_that_is_not_wrapped():
     with pytest.raises(TypeError, match=r"its type is Linear. Start several ranks, with torchrun"):
         training.begin(nn.Linear(1, 1))
     assert not training.begun
+
+
+class Accelerator:
+    """Stand-in for Accelerate's, which shards on GPUs alone."""
+
+    __module__ = "accelerate.accelerator"
+    distributed_type, is_fsdp2, parallelism_config = "FSDP", True, None
+
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    def prepare_model(self, model, device_placement=None, evaluation_mode=False):
+        return model
+
+    def prepare(self, *objects):
+        return objects
+
+
+def config(replicas, others=()):
+    return SimpleNamespace(dp_replicate_enabled=replicas > 1, non_dp_dim_names=list(others))
+
+
+@pytest.mark.parametrize(
+    "attributes, error, message",
+    [
+        ({"_models": [1]}, ValueError, "call trainers.compress before accelerator.prepare, or ddp"),
+        ({"is_fsdp2": False}, TypeError, "shards by FSDP1, .* take fsdp_version=2"),
+        ({}, ValueError, r"single replica, .*=ParallelismConfig\(dp_replicate_size=hosts"),
+        ({"parallelism_config": config(1)}, ValueError, "single replica"),
+        ({"parallelism_config": config(2, ["tp"])}, ValueError, "has tp beside replicas"),
+    ],
+)
+def test_accelerators_that_cannot_be_compressed(attributes, error, message):
+    with pytest.raises(error, match=message):
+        trainers.compress(Accelerator(**attributes), QSGDCompressor())
+
+
+def test_an_accelerator_of_a_single_process():
+    accelerator = Accelerator(
+        distributed_type="NO",
+        register_save_state_pre_hook=lambda hook: None,
+        register_load_state_pre_hook=lambda hook: None,
+    )
+    trainers.compress(accelerator, QSGDCompressor())
+    model = nn.Linear(1, 1)
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+    with pytest.raises(TypeError, match=r"its type is Linear\. Start several ranks"):
+        accelerator.prepare_model(model)
