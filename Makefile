@@ -6,6 +6,7 @@
 #   PYTHON_OLDER=... that of `make test-older`, 3.9 to 3.11; PYTHON if not given
 #   VENV_OLDER=.venv-older    where its environment is made
 #   VENV_TRITON=.venv-triton  where that of `make triton` is made
+#   VENV_RAY=.venv-ray  where `make clients-ray` puts Ray, beside what is in VENV
 #   SETUP=0          set nothing up: run PYTHON as it is, with what it has
 #   DEVICE=cuda      for `make bench` where there is a GPU, with SETUP=0
 #   ARGS=...         passed on to pytest, the demo or the benchmark
@@ -16,6 +17,7 @@ VENV ?= .venv
 PYTHON_OLDER ?= $(PYTHON)
 VENV_OLDER ?= .venv-older
 VENV_TRITON ?= .venv-triton
+VENV_RAY ?= .venv-ray
 SETUP ?= 1
 DEVICE ?= cpu
 ARGS ?=
@@ -34,6 +36,7 @@ site := $(VENV)/.stamp-docs
 clients := $(VENV)/.stamp-clients
 compat := $(VENV)/.stamp-compat
 kernels := $(VENV_TRITON)/.stamp
+ray := $(VENV_RAY)/.stamp
 endif
 triton := $(if $(kernels),$(VENV_TRITON)/bin/python,$(PYTHON))
 
@@ -56,7 +59,7 @@ export OMP_NUM_THREADS ?= 1
 # Containers set it to stay small; here each of some hundred processes would compile this package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup check test sweep test-older triton traffic asan compat demo bench papers gpu bench-loopback \
+.PHONY: help setup check test sweep clients-ray test-older triton traffic asan compat demo bench papers gpu bench-loopback \
 	bench-steps hosts hosts-possible worth soak chaos images test-image image-gpu \
 	clean-images docs tutorial clean
 
@@ -85,6 +88,10 @@ beside:
 
 sweep: $(site) $(clients) ## tests of ranks on more ranks, backends and steps than `make test`; half an hour
 	@$(run) -m pytest -m sweep tests/parallel $(ARGS)
+
+# Most of its time Ray starts processes: too long, and too large, for `make test`.
+clients-ray: $(clients) $(ray) ## the recipe for Ray Train, on a local cluster of two workers; minutes
+	@PYTHONPATH="$(abspath $(VENV_RAY))" $(run) -m pytest -k ray_train tests/parallel/test_clients.py $(ARGS)
 
 # Each in a process of its own: what the interpreter has loaded cannot be compiled.
 triton: $(kernels) ## the kernels for GPUs, without one: interpreted against the plain ops, and compiled
@@ -180,7 +187,7 @@ tutorial: ## follow the tutorial literally in a fresh container; as root, a quar
 	@$(PYTHON) -m docs.follow --setup --check results/tutorial.log $(pages)
 
 clean: ## remove the virtual environment, caches and build products
-	rm -rf $(VENV) $(VENV_OLDER) $(VENV_TRITON) build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache docs/_build docs/generated
+	rm -rf $(VENV) $(VENV_OLDER) $(VENV_TRITON) $(VENV_RAY) build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache docs/_build docs/generated
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stage that fails leaves no stamp and is repeated; --clear takes away half an environment.
@@ -220,6 +227,13 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp-horovod pyproject.toml docker/constraints.tx
 $(VENV)/.stamp-clients: $(VENV)/.stamp-docs docker/clients.txt
 	@echo "clients: the Trainer, Accelerate, Lightning, timm and others (downloads 35 MB, takes 250 MB)"
 	@$(pip) --no-deps --requirement docker/clients.txt
+	@touch $@
+
+# Not into the environment, where all else would have to agree with it.
+$(VENV_RAY)/.stamp: $(VENV)/.stamp-clients docker/ray.txt
+	@echo "ray: Ray and what Ray Train imports, in $(VENV_RAY) (downloads 144 MB, takes 420 MB)"
+	@rm -rf $(VENV_RAY)
+	@$(pip) --no-deps --target $(VENV_RAY) --requirement docker/ray.txt
 	@touch $@
 
 $(VENV)/.stamp-compat: $(VENV)/.stamp-horovod pyproject.toml docker/constraints.txt

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -127,3 +129,30 @@ def test_libraries_that_shard_the_model_themselves(tmp_path):
         straight, again = result["resumed"]
         assert straight == again == results[3][library]["resumed"][0], "it does not resume"
         assert result["steps"] == [4, 4], library
+
+
+def test_ray_train(tmp_path):
+    """The recipe of docs/tutorial/libraries.md; `make clients-ray` installs Ray and runs this."""
+    spec = importlib.util.find_spec("ray")
+    if spec is None or spec.origin is None:
+        pytest.skip("Ray is not installed: make clients-ray")
+    path = os.pathsep.join([str(ROOT), str(Path(spec.origin).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.clients.with_ray", str(tmp_path)],
+        cwd=ROOT,
+        env=environment(PYTHONPATH=path, RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled"),
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    for name, found in first["methods"].items():
+        assert found["digest"] == second["methods"][name]["digest"], "replicas differ"
+        if name == "NoneCompressor()":
+            assert found["off"] == 0, found
+        else:
+            assert found["off"] > 0 and found["ratio"] > 1.2, (name, found)
+            assert found["losses"][1] < found["losses"][0], (name, found)
+    assert first["again"] and second["again"], "nobody was started again"
+    assert first["straight"] == first["resumed"] == second["resumed"], "it does not resume"
