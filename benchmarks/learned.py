@@ -1,11 +1,13 @@
-"""Measures GradiVeQ's projections and LGC's networks, in copies of ResNet-50's gradient.
+"""Measures GradiVeQ, PowerSGD and LGC's networks, in copies of ResNet-50's gradient.
 
     python -m benchmarks.learned                 # one thread
     python -m benchmarks.learned --device cuda   # needs torch only, no Horovod
 
 GradiVeQ at ratio 8, one basis a layer: encode (cut into slices, project, the local loss) and
 decode of all convolutions, in the buckets of the PyTorch frontend; `of GEMM` is their time over
-that of the matrix products alone, on slices that lie ready. LGC at 0.1 %, the vector of all layers
+that of the matrix products alone, on slices that lie ready. PowerSGD at rank 4: one rank's step of
+all buckets, beside the four products that it takes of each matrix: both factors, what a rank's own
+add up to, and what the mean's do. LGC at 0.1 %, the vector of all layers
 between the first and the last: one pass of encoder and decoder, and one training step on the
 vectors of `--ranks` ranks. Medians over rounds in which all are measured in turn. Bases are
 random: they cost the same.
@@ -25,12 +27,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hvd_gradcomp import GradiVeQCompressor, LGCCompressor
+from hvd_gradcomp import GradiVeQCompressor, LGCCompressor, PowerSGDCompressor
 from hvd_gradcomp.algorithms.gradiveq import projection
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.core.compressor import Context
+from hvd_gradcomp.core.layout import plan_buckets
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
+from hvd_gradcomp.runtime.program_runner import ProgramRunner
 from hvd_gradcomp.tuning.models import resnet50
 
 BUCKET_BYTES = 25 << 20  # as the PyTorch frontend
@@ -69,6 +73,39 @@ def gradiveq(ops: TorchOps, layers: Any) -> dict[str, Callable[[], Any]]:
         "GradiVeQ, decode": decode,
         "GradiVeQ, matrix products alone": products,
     }
+
+
+def powersgd(ops: TorchOps, layers: Any) -> dict[str, Callable[[], Any]]:
+    """A step of all buckets, and its matrix products alone."""
+    compressor, rank = PowerSGDCompressor(rank=4), 4
+    buckets = []
+    for layout in plan_buckets(list(reversed(layers)), BUCKET_BYTES, compressor.block):
+        buckets.append((layout, torch.randn(layout.size, device=ops.device)))
+    states = [compressor.init(ops, layout) for layout, _ in buckets]
+    matrices = [
+        gradient[m.start : m.start + m.rows * m.columns].view(m.rows, m.columns).clone()
+        for layout, gradient in buckets
+        for m in compressor.matrices(layout)
+    ]
+    factors = [[torch.randn(n, rank, device=ops.device) for n in m.shape] for m in matrices]
+
+    def step() -> None:
+        for number, (layout, gradient) in enumerate(buckets):
+            gradient[:1] = 1.0  # the last result is the next gradient
+            program = ProgramRunner(
+                compressor.aggregate(ops, Context(layout, 0, 1, 0), gradient, states[number])
+            )
+            request = program.send(None)
+            while request is not None:  # alone in its world, a rank's sum is its own
+                request = program.send(request.tensor)
+            _, states[number] = program.result
+
+    def products() -> None:
+        for m, (p, q) in zip(matrices, factors):
+            torch.matmul(m, q), torch.matmul(m.T, p), torch.matmul(p, q.T), torch.matmul(p, q.T)
+
+    print(f"PowerSGD: {len(matrices)} matrices, {len(buckets)} buckets")
+    return {"PowerSGD, step": step, "PowerSGD, matrix products alone": products}
 
 
 def networks(ops: TorchOps, layers: Any, ranks: int) -> dict[str, Callable[[], Any]]:
@@ -128,7 +165,7 @@ def main() -> None:
     size = sum(torch.Size(shape).numel() for _, shape, _ in layers)
     source, target = torch.randn(2, size, device=ops.device)
     rows: dict[str, Callable[[], Any]] = {"copy": lambda: target.copy_(source)}
-    rows |= gradiveq(ops, layers) | networks(ops, layers, options.ranks)
+    rows |= gradiveq(ops, layers) | powersgd(ops, layers) | networks(ops, layers, options.ranks)
     times: dict[str, list[float]] = {name: [] for name in rows}
     for turn in range(options.rounds + 2):
         for name, body in rows.items():
@@ -144,14 +181,15 @@ def main() -> None:
     for head in ("ms", "min", "max", "copies", "of GEMM"):
         table.add_column(head, justify="right")
     for name, seconds in times.items():
-        share = middle[name] / middle["GradiVeQ, matrix products alone"]
+        method = name.split(",")[0]
+        alone = middle.get(f"{method}, matrix products alone")
         table.add_row(
             name,
             f"{1e3 * middle[name]:.1f}",
             f"{1e3 * min(seconds):.1f}",
             f"{1e3 * max(seconds):.1f}",
             f"{middle[name] / middle['copy']:.1f}",
-            f"{share:.2f}" if name.startswith("GradiVeQ") else "",
+            f"{middle[name] / alone:.2f}" if alone else "",
         )
     Console(width=100).print(table)
     both = middle["GradiVeQ, encode"] + middle["GradiVeQ, decode"]

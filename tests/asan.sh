@@ -42,4 +42,5 @@ assert tensorflow.library()'
     tests/single/test_quantized.py tests/single/test_layers_stored.py \
     tests/single/test_chunk_kernels.py tests/single/test_narrow_kernels.py \
     tests/single/test_index_coding.py tests/single/test_vote_kernels.py \
-    tests/single/test_word_kernels.py tests/single/test_tile_kernels.py "$@"
+    tests/single/test_word_kernels.py tests/single/test_tile_kernels.py \
+    tests/single/test_factor_kernels.py "$@"

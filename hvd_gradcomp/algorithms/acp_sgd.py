@@ -12,7 +12,6 @@ from hvd_gradcomp.codecs.factors import (
     cut,
     flat,
     others,
-    rebuilt,
     transposed,
     whole,
 )
@@ -67,17 +66,11 @@ class ACPSGDCompressor(FactorCompressor):
             total = yield Allreduce(message, context.prescale, context.postscale)
             total = patterns.strip_poison(ops, total)
             size = sum(rows * rank for rows, rank in (tall if left else wide))
-            mean = cut(ops, total[:size], tall if left else wide)
-            between = patterns.split_like(total[size:], rest)
-            sides = [(own, fixed), (mean, fixed)] if left else [(fixed, own), (fixed, mean)]
-            sent, result = (
-                rebuilt(ops, *factors, pieces, ops.zeros((layout.size,)))
-                for factors, pieces in zip(sides, (rest, between))
-            )
-            p, q = sides[1]
-            return result, there - sent, flat(ops, p), flat(ops, q)
+            other, ours, mean = flat(ops, fixed), flat(ops, own), total[:size]
+            sides = [(ours, other), (mean, other)] if left else [(other, ours), (other, mean)]
+            r, result = ops.expand_factors(there, state.r, found, *sides, total[size:])
+            return result, r, *sides[1]
 
         ways = [lambda: exchange(True), lambda: exchange(False)]
         result, r, p, q = yield Switch(context.step % 2, ways)
-        kept = zip(state, (r, p, q))
-        return result, Factors(*(ops.overwrite(before, after) for before, after in kept))
+        return result, Factors(r, ops.overwrite(state.p, p), ops.overwrite(state.q, q))

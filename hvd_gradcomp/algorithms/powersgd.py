@@ -10,7 +10,6 @@ from hvd_gradcomp.codecs.factors import (
     cut,
     flat,
     others,
-    rebuilt,
     transposed,
     whole,
 )
@@ -68,17 +67,14 @@ class PowerSGDCompressor(FactorCompressor):
         ends = sum(m.rows * m.rank for m in found)
         p = cut(ops, total[:ends], [(m.rows, m.rank) for m in found])
         p = [ops.orthogonalize(x) for x in p]
-        between = patterns.split_like(total[ends:], rest)
+        between = total[ends:]
 
         own = flat(ops, [ops.matmul(transposed(ops, m), x) for m, x in zip(matrices, p)])
         total = own
         if found:
             total = yield Allreduce(own * 1.0, context.prescale, context.postscale)
             total = patterns.check_sum(ops, total)
-        shapes = [(m.columns, m.rank) for m in found]
-        sent = rebuilt(ops, p, cut(ops, own, shapes), rest, ops.zeros((layout.size,)))
-        r = ops.overwrite(state.r, there - sent)
-        result = rebuilt(ops, p, cut(ops, total, shapes), between, there)
-        return result, Factors(
-            r, ops.overwrite(state.p, flat(ops, p)), ops.overwrite(state.q, total)
-        )
+        left = flat(ops, p)
+        factors = (left, own), (left, total)
+        r, result = ops.expand_factors(there, state.r, found, *factors, between)
+        return result, Factors(r, ops.overwrite(state.p, left), ops.overwrite(state.q, total))

@@ -125,13 +125,3 @@ def flat(ops: Ops, matrices: Sequence[Tensor]) -> Tensor:
 def transposed(ops: Ops, matrix: Tensor) -> Tensor:
     """Return the transpose of a matrix."""
     return ops.transpose(matrix, (1, 0))
-
-
-def rebuilt(
-    ops: Ops, p: Sequence[Tensor], q: Sequence[Tensor], between: Sequence[Tensor], room: Tensor
-) -> Tensor:
-    """Return a bucket's vector of products P Q^T and what lies between them. Donating for room."""
-    pieces = [between[0]]
-    for left, right, rest in zip(p, q, between[1:]):
-        pieces += [ops.reshape(ops.matmul(left, transposed(ops, right)), (-1,)), rest]
-    return ops.assemble(room, pieces)

@@ -24,6 +24,7 @@ NATIVE = (
     "c/calls.c",
     "c/chunks.c",
     "c/elias_fano.c",
+    "c/factors.c",
     "c/quant.c",
     "c/threshold.c",
     "c/tiles.c",

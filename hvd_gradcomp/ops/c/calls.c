@@ -748,6 +748,43 @@ static int run_turn_tiles(call *c) {
   return 0;
 }
 
+/* matrices (start, rows, columns, rank), x, p, q, other p, other q, between -> kept, total */
+static int plan_expand_factors(call *c) {
+  TRY(takes(c, 7, 0, 0));
+  TRY(is_vector(c, 0, INT64, ANY));
+  TRY(is_vector(c, 1, FLOAT, ANY));
+  NEED(c->in[0].length % 4 == 0, "a matrix is four numbers");
+  const factored *m = (const factored *)c->in[0].data;
+  int64_t count = c->in[0].length / 4, size = c->in[1].length, done = 0, rest = size;
+  int64_t left = 0, right = 0, room = 0;
+  for (int64_t i = 0; i < count; i++) {
+    NEED(done <= m[i].start && m[i].start <= size && 0 < m[i].rows && 0 < m[i].columns &&
+             0 < m[i].rank && m[i].rank <= m[i].rows && m[i].rank <= m[i].columns &&
+             m[i].rows <= (size - m[i].start) / m[i].columns,
+         "matrix %lld does not lie in the vector behind the one before it", (long long)i);
+    done = m[i].start + m[i].rows * m[i].columns;
+    left += m[i].rows * m[i].rank, right += m[i].columns * m[i].rank;
+    rest -= m[i].rows * m[i].columns;
+    int64_t own = room_of_factors(m[i].columns, m[i].rank);
+    room = own > room ? own : room;
+  }
+  TRY(is_vector(c, 2, FLOAT, left));
+  TRY(is_vector(c, 3, FLOAT, right));
+  TRY(is_vector(c, 4, FLOAT, left));
+  TRY(is_vector(c, 5, FLOAT, right));
+  TRY(is_vector(c, 6, FLOAT, rest));
+  c->scratch_bytes = 4 * room;
+  TRY(gives_vector(c, 0, FLOAT, size));
+  return gives_vector(c, 1, FLOAT, size);
+}
+
+static int run_expand_factors(call *c) {
+  expand_factors((const factored *)c->in[0].data, c->in[0].length / 4, FLOATS(1), FLOATS(2),
+                 FLOATS(3), FLOATS(4), FLOATS(5), FLOATS(6), c->in[1].length, OUT(float, 0),
+                 OUT(float, 1), (float *)c->scratch, (int)c->threads);
+  return 0;
+}
+
 /* -- rows of a vector ------------------------------------------------------------------------ */
 
 /* Rows of so many elements, the last one perhaps of fewer; 0 if none can be that long. */
@@ -1244,6 +1281,7 @@ static const kernel KERNELS[] = {
     KERNEL(momentum_signs),
     KERNEL(majority),
     KERNEL(turn_tiles),
+    KERNEL(expand_factors),
     KERNEL(largest_of_rows),
     KERNEL(accumulate_largest),
     KERNEL(add_in_rows),

@@ -189,6 +189,19 @@ void turn_tiles(const float *x, float *out, int64_t rows, int64_t columns, int64
                 int threads);
 int64_t room_of_tile(int64_t height, int64_t width);
 
+/* -- factors.c -- */
+
+/* A matrix of a vector that has thin factors [rows, rank] and [columns, rank]. */
+typedef struct {
+  int64_t start, rows, columns, rank;
+} factored;
+
+int64_t room_of_factors(int64_t columns, int64_t rank);
+void expand_factors(const factored *matrices, int64_t count, const float *x, const float *p,
+                    const float *q, const float *other_p, const float *other_q,
+                    const float *between, int64_t size, float *kept, float *total, float *room,
+                    int threads);
+
 /* -- votes.c -- */
 
 void momentum_signs(const band *bands, int64_t count, const float *m, const float *g, float *out,

@@ -115,6 +115,50 @@ class Matrices(Reduction):
             x = self.transpose(x, (0, 2, 1, 3))
         return self.reshape(x, (rows * columns,))
 
+    def expand_factors(
+        self,
+        x: Tensor,
+        room: Tensor,
+        matrices: Sequence[tuple[int, int, int, int]],
+        own: tuple[Tensor, Tensor],
+        mean: tuple[Tensor, Tensor],
+        between: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return x less the products of `own`, and a vector of the products of `mean`.
+
+        Donating for x, which the second may take, and for room, which the first may. Rounding
+        depends on the framework, but with the C library not.
+
+        Args:
+            x: float32 [size].
+            room: float32 [size].
+            matrices: (start, rows, columns, rank) of each matrix in x, in order.
+            own: their thin factors P and Q one after another, float32 [rows * rank of all] and
+                [columns * rank of all]; a matrix is P Q^T.
+            mean: likewise.
+            between: what the second has where there is no matrix; the first is 0 there.
+        """
+        sizes = [rows * columns for _, rows, columns, _ in matrices]
+        ends = [0, *(m[0] + size for m, size in zip(matrices, sizes))]
+        starts = [*(m[0] for m in matrices), x.shape[0]]
+
+        def vector(factors: tuple[Tensor, Tensor], rest: Tensor, room: Tensor) -> Tensor:
+            pieces, at, row, column = [], 0, 0, 0
+            for (_, rows, columns, rank), end, start in zip(matrices, ends, starts):
+                pieces.append(rest[at : at + start - end])
+                at += start - end
+                p = self.reshape(factors[0][row : row + rows * rank], (rows, rank))
+                q = self.reshape(factors[1][column : column + columns * rank], (columns, rank))
+                pieces.append(self.reshape(self.matmul(p, self.transpose(q, (1, 0))), (-1,)))
+                row, column = row + rows * rank, column + columns * rank
+            pieces.append(rest[at : at + starts[-1] - ends[-1]])
+            return self.assemble(room, pieces)
+
+        here = self.concat([x[end:start] for end, start in zip(ends, starts)])
+        sent = vector(own, here, self.zeros(x.shape))
+        kept = self.overwrite(room, x - sent)
+        return kept, vector(mean, between, x)
+
     def unturned(self, flat: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
         """Undo the axis order of a vector that runs through `shape` in `order`, maybe beyond."""
         flat = flat[: prod(shape)]
