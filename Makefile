@@ -61,7 +61,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup check test sweep clients-ray test-older triton traffic asan compat demo bench papers gpu bench-loopback \
 	bench-steps hosts hosts-possible worth soak chaos images test-image image-gpu \
-	clean-images docs tutorial clean
+	clean-images wheels torch-alone docs tutorial clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -174,6 +174,12 @@ image-gpu: ## the image for GPUs, Horovod with CUDA from PyPI's packages; no GPU
 
 clean-images: ## remove images, containers and what they were made from
 	@docker/images.sh clean
+
+wheels: $(tools) ## wheels with the C library inside, x86-64 and 64-bit Arm, into dist/; two minutes
+	@docker/wheels.sh "$(abspath $(python))"
+
+torch-alone: wheels ## the wheel in a fresh environment with PyTorch alone, and two ranks, timed; two minutes
+	@docker/torch-alone.sh $(PYTHON)
 
 docs: $(site) ## the site, in docs/_build/html; a warning is an error
 	@$(run) -m sphinx -b html -W --keep-going -q $(ARGS) docs docs/_build/html

@@ -35,7 +35,11 @@ def library() -> Any:
     if not path.exists():
         LOGGER.info("hvd_gradcomp was installed without a C compiler: compression is slower")
         return None
-    loaded = load(path)
+    try:
+        loaded = load(path)
+    except OSError as error:  # of a wheel: libgomp may be missing, which PyTorch brings along
+        LOGGER.warning("the C library cannot be loaded: compression is slower. %s", error)
+        return None
     if loaded is None:
         LOGGER.warning(
             "%s is older than its source and is left out: compression is slower. "
@@ -46,7 +50,11 @@ def library() -> Any:
 
 
 def load(path: Path) -> Any:
-    """Load a library and declare its functions; return None if one is missing."""
+    """Load a library and declare its functions; return None if one is missing.
+
+    Raises:
+        OSError: it is no library, or for another machine, or a library that it needs is missing.
+    """
     loaded = ctypes.CDLL(str(path))
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(loaded, name, None)

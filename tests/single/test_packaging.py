@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 import hvd_gradcomp
-from hvd_gradcomp.ops import building
+from hvd_gradcomp.ops import building, native
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "hvd_gradcomp/cli/build-horovod.sh"
@@ -190,6 +190,15 @@ def test_works_with_no_other_package_on_the_path(wheel: Path, tmp_path: Path) ->
     version, file = result.stdout.split()
     assert version == _metadata(wheel)["Version"]
     assert Path(file).is_relative_to(tmp_path)
+
+
+def test_a_library_that_cannot_be_loaded_is_left_out(tmp_path: Path, monkeypatch, caplog) -> None:
+    """As where a wheel finds no libgomp: what is plain goes on, and the log says why."""
+    (tmp_path / building.LIBRARY).write_bytes(b"no library")
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
+    monkeypatch.delenv("HVD_GRADCOMP_NATIVE", raising=False)
+    assert native.library.__wrapped__() is None
+    assert "the C library cannot be loaded" in caplog.text
 
 
 def test_installed_it_has_a_command_line_and_compresses(installed: Path, tmp_path: Path) -> None:
