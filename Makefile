@@ -176,7 +176,7 @@ clean-images: ## remove images, containers and what they were made from
 	@docker/images.sh clean
 
 wheels: $(tools) ## wheels with the C library inside, x86-64 and 64-bit Arm, into dist/; two minutes
-	@docker/wheels.sh "$(abspath $(python))"
+	@docker/wheels.sh $(if $(filter 0,$(SETUP)),$(PYTHON),$(abspath $(python)))
 
 torch-alone: wheels ## the wheel in a fresh environment with PyTorch alone, and two ranks, timed; two minutes
 	@docker/torch-alone.sh $(PYTHON)
