@@ -67,9 +67,11 @@ class ACPSGDCompressor(FactorCompressor):
             total = patterns.strip_poison(ops, total)
             size = sum(rows * rank for rows, rank in (tall if left else wide))
             other, ours, mean = flat(ops, fixed), flat(ops, own), total[:size]
-            sides = [(ours, other), (mean, other)] if left else [(other, ours), (other, mean)]
-            r, result = ops.expand_factors(there, state.r, found, *sides, total[size:])
-            return result, r, *sides[1]
+            own_pair, mean_pair = (ours, other), (mean, other)
+            if not left:
+                own_pair, mean_pair = (other, ours), (other, mean)
+            r, result = ops.expand_factors(there, state.r, found, own_pair, mean_pair, total[size:])
+            return result, r, *mean_pair
 
         ways = [lambda: exchange(True), lambda: exchange(False)]
         result, r, p, q = yield Switch(context.step % 2, ways)
