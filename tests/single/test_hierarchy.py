@@ -156,12 +156,12 @@ def test_what_one_leader_cannot_read_reaches_its_host():
 
 
 def started(*where, local_size=2):
-    """What `torchrun` says of ranks on (launcher, place there, machine)."""
+    """Return what `torchrun` says of ranks on (launcher, place there, machine)."""
     return [LaunchedRank(group, slot, local_size, node) for group, slot, node in where]
 
 
 def test_hosts_of_torchrun():
-    """By its own number; one machine may have two of them."""
+    """Launchers are told apart by number; one machine may have two of them."""
     places = [(0, 0, "a"), (0, 1, "a"), (3, 0, "a"), (3, 1, "a")]
     hosts = hierarchy.hosts_of(range(4), started(*places))
     assert hosts == [[0, 1], [2, 3]]

@@ -193,7 +193,7 @@ def test_works_with_no_other_package_on_the_path(wheel: Path, tmp_path: Path) ->
 
 
 def test_a_library_that_cannot_be_loaded_is_left_out(tmp_path: Path, monkeypatch, caplog) -> None:
-    """As where a wheel finds no libgomp: what is plain goes on, and the log says why."""
+    """Plain ops go on, as where a wheel finds no libgomp, and the log says why."""
     (tmp_path / building.LIBRARY).write_bytes(b"no library")
     monkeypatch.setattr(native, "__file__", str(tmp_path / "native.py"))
     monkeypatch.delenv("HVD_GRADCOMP_NATIVE", raising=False)

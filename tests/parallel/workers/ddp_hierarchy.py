@@ -60,14 +60,14 @@ def hosts(*sizes, order=None):
 
 
 def wrapped(compression, before=None, of_ddp=None, **options):
-    """In buckets of which each host's two ranks lead some."""
+    """Wrap a model in buckets of which each host's two ranks lead some."""
     options = {"hierarchical": True, "bucket_bytes": 2500, **options}
     with hosts(2, 2):
         return ddp_training.wrapped(compression, before, of_ddp, **options)
 
 
 def led(state):
-    """Which buckets this rank compresses."""
+    """Return the buckets that this rank compresses."""
     return [state._run.leads(bucket) for bucket in state._run.buckets]
 
 
@@ -111,7 +111,7 @@ def counted():
 
 
 def moments_and_momentum():
-    """Of micro-batches, and of samples; and an optimizer's, taken over by DGC."""
+    """Train with moments of micro-batches and of samples, and momentum taken over by DGC."""
     model, _ = wrapped(
         VarianceCompressor(alpha=0.5, moments="microbatch"),
         backward_passes_per_step=2,

@@ -336,7 +336,7 @@ class Words(torch.nn.Module):
 
 
 def words_of(step):
-    """Of this rank: as many as its number, none for rank 0 in the first step, some twice."""
+    """Return this rank's rows: as many as its number, none for rank 0 at first, some twice."""
     rank = dist.get_rank()
     count = 0 if rank == 0 and step == 0 else 2 + 3 * rank
     return torch.randint(
