@@ -60,21 +60,26 @@ def test_updates_are_those_of_plain_pytorch(client, tmp_path):
             assert result[kind] == results[0][kind]
 
 
+def passes(*arguments, timeout=400, **more):
+    """Run Python, which is to end without an error."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_libraries_that_wrap_the_model_themselves(tmp_path):
     """Under torchrun, with `ddp.compress`; the recipes of docs/tutorial/libraries.md."""
     there = [name for name, package in WRAPPING.items() if importlib.util.find_spec(package)]
     if not there:
         pytest.skip("none of them is installed")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*torchrun, "-m", "tests.clients.with_ddp", str(tmp_path), *there],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    passes(*torchrun, "-m", "tests.clients.with_ddp", str(tmp_path), *there)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert list(results[0]) == there
     for library, result in results[0].items():
@@ -104,15 +109,7 @@ def test_libraries_that_shard_the_model_themselves(tmp_path):
     there = [name for name, package in WRAPPING.items() if importlib.util.find_spec(package)]
     if not there:
         pytest.skip("none of them is installed")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.clients.with_sharded", str(tmp_path), *there],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    passes("-m", "tests.clients.with_sharded", str(tmp_path), *there)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     for result in results:
         says(result.pop("refused"), REFUSED)
@@ -137,15 +134,8 @@ def test_ray_train(tmp_path):
     if spec is None or spec.origin is None:
         pytest.skip("Ray is not installed: make clients-ray")
     path = os.pathsep.join([str(ROOT), str(Path(spec.origin).parents[1])])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.clients.with_ray", str(tmp_path)],
-        cwd=ROOT,
-        env=environment(PYTHONPATH=path, RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled"),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    more = {"PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    passes("-m", "tests.clients.with_ray", str(tmp_path), timeout=600, **more)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     for name, found in first["methods"].items():
         assert found["digest"] == second["methods"][name]["digest"], "replicas differ"

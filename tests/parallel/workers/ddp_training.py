@@ -216,18 +216,26 @@ def momentum_is_taken_over():
     raises(ValueError, "optimizer=", lambda: wrapped(DGCCompressor(density=0.1)))
 
 
+def goes_on(begin, compression):
+    """Require that a training that is loaded ends where one that was not stopped does.
+
+    begin: wraps a model for a compressor, and returns it with its state.
+    """
+    model, state = begin(compression)
+    train(model, sgd(model), 3)
+    saved = copy.deepcopy((model.state_dict(), state.state_dict()))
+    train(model, sgd(model), 3, first=3)
+    again, other = begin(compression)
+    again.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    train(again, sgd(again), 3, first=3)
+    assert torch.equal(vector(model), vector(again)), compression
+    assert other.steps == 6 and other.stats() == state.stats()
+
+
 def state_goes_on():
     for compression in (LGC, DGCCompressor(density=0.05, momentum=0.9), VARIANCE):
-        model, state = wrapped(compression)
-        train(model, sgd(model), 3)
-        saved = copy.deepcopy((model.state_dict(), state.state_dict()))
-        train(model, sgd(model), 3, first=3)
-        again, other = wrapped(compression)
-        again.load_state_dict(saved[0])
-        other.load_state_dict(saved[1])
-        train(again, sgd(again), 3, first=3)
-        assert torch.equal(vector(model), vector(again)), compression
-        assert other.steps == 6 and other.stats() == state.stats()
+        goes_on(wrapped, compression)
 
 
 def distributed_checkpoint(folder):
