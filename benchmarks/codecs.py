@@ -115,6 +115,7 @@ class Step:
             [torch.empty(s, device=device) for s in layout.shapes] for layout in self.layouts
         ]
         self.gradients = [self.ops.zeros((layout.size,)) for layout in self.layouts]
+        self.padding = [torch.tensor(x.padding, device=device).long() for x in self.layouts]
         self.targets = [torch.empty_like(g) for g in self.gradients]
         self.moments = [self.ops.zeros((layout.size,)) for layout in self.layouts]
         self.states = [compressor.init(self.ops, layout) for layout in self.layouts]
@@ -148,11 +149,14 @@ class Step:
         """Runs a bucket's program up to its first collective."""
         # In turn every rank leads, where one leads.
         rank = self.step % self.ranks
-        context = Context(self.layouts[bucket], rank, self.ranks, self.step, 1.0, 1.0 / self.ranks)
+        scales = 1.0, 1.0 / self.ranks
+        owns = self.compressor.keeps_gradient
+        context = Context(self.layouts[bucket], rank, self.ranks, self.step, *scales, owns)
         extra = {"moment": self.moments[bucket]} if self.compressor.uses_moments else {}
         if self.undoes:  # as the PyTorch engine does it
             self.before[bucket] = [x for _, x in leaves(self.states[bucket])]
             self.ops.keep(self.before[bucket])
+        self.gradients[bucket].index_fill_(0, self.padding[bucket], 0.0)  # as the reducer does it
         program = self.compressor.aggregate(
             self.ops, context, self.gradients[bucket], self.states[bucket], **extra
         )
@@ -167,6 +171,9 @@ class Step:
             self.collectives += 1
             return request
         self.total, self.states[bucket] = self.programs[bucket].result
+        memory = self.gradients[bucket].data_ptr()
+        if any(x.data_ptr() == memory for _, x in leaves(self.states[bucket])):
+            self.gradients[bucket] = self.total
         if self.undoes:
             self.ops.let_go(self.before[bucket], [x for _, x in leaves(self.states[bucket])])
         return None

@@ -161,6 +161,7 @@ OUTSIDE: list[Compressor] = [
 ]
 # The methods of today whose payloads are equal on all frameworks to the bit; and those that
 # multiply matrices, which rounds by framework and machine.
+CHUNKED = ChunkedTopKCompressor(chunk=64, k=8)  # its state keeps the memory of gradients
 TODAY: list[Compressor] = [
     BF16Compressor(exchange="allgather"),
     BF16Compressor("stochastic", "two_shot", feedback=True, seed=3),
@@ -168,7 +169,7 @@ TODAY: list[Compressor] = [
     FP8Compressor(power_of_two=True, exchange="two_shot", feedback=True),
     Int8Compressor(exchange="two_shot", feedback=True),
     Int8Compressor(rounding="stochastic", block_size=32, exchange="allgather"),
-    ChunkedTopKCompressor(chunk=64, k=8),
+    CHUNKED,
     ChunkedTopKCompressor(chunk=32, k=4, values="int8", decay=1.0, mean="contributors"),
     ChunkedTopKCompressor(chunk=32, k=4, values="sign", max_norm=1.0),
     RandomKCompressor(density=0.25),

@@ -66,6 +66,7 @@ class ChunkedTopKCompressor(Clipping, Compressor):
     max_norm: float | None = None
 
     block = GROUP
+    keeps_gradient = True
 
     def __post_init__(self) -> None:
         validate.whole(self, "chunk", low=32, high=1 << 20)
@@ -131,7 +132,7 @@ class ChunkedTopKCompressor(Clipping, Compressor):
             total = ops.add_in_rows(None, room, self.chunk, [index], [sent], weight)
             total = yield from patterns.allreduce_bucket(ops, context, total)
             total = patterns.check_sum(ops, total)
-            return total, self.commit(ops, state, there, index, sent)
+            return total, self.commit(ops, state.r, there, index, sent)
         body = wire.pack_pieces(ops, self.parts(size), parts)
         header = patterns.header_of(self, context, finite)
         buffers = yield Allgather(wire.pack(ops, header, *body))
@@ -140,8 +141,9 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         found = self.decode(ops, size, bodies)
         header = self.check_summable(ops, context, header, [values for _, values in found])
         weights = patterns.weights_of(ops, context, header)
-        state = self.commit(ops, state, there, index, sent)
-        return self.sum(ops, found, weights, there), state
+        kept, room = (there, state.r) if context.owns_gradient else (state.r, there)
+        state = self.commit(ops, kept, there, index, sent)
+        return self.sum(ops, found, weights, room), state
 
     def encode(
         self, ops: Ops, size: int, index: Tensor, values: Tensor
@@ -157,11 +159,11 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         return ops.reshape(self.coding.decode(ops, coded, rows * self.k), (rows, self.k))
 
     def commit(
-        self, ops: Ops, state: Residual, there: Tensor, index: Tensor, sent: Tensor
+        self, ops: Ops, kept: Tensor, there: Tensor, index: Tensor, sent: Tensor
     ) -> Residual:
-        """Return what was there without what was sent. Donating for the state."""
+        """Return what was there without what was sent. Donating for kept, which may be there."""
         less = ops.constants((-1.0,))
-        return Residual(ops.add_in_rows(there, state.r, self.chunk, [index], [sent], less))
+        return Residual(ops.add_in_rows(there, kept, self.chunk, [index], [sent], less))
 
     def decode(self, ops: Ops, size: int, bodies: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return each rank's places and values, by chunk."""

@@ -42,6 +42,9 @@ class Context(NamedTuple):
 
     The result is `postscale * sum over ranks of prescale * sent`: 1 and 1/size for the mean, 1 and
     1 for the sum, 1/f and f/size with `gradient_predivide_factor=f`.
+
+    With `owns_gradient` the state may keep the gradient's memory, and the result may take the
+    state's in exchange. Only a compressor that `keeps_gradient` is asked to.
     """
 
     layout: Layout
@@ -50,6 +53,7 @@ class Context(NamedTuple):
     step: Any  # int, or an int64 scalar in a TensorFlow graph
     prescale: float = 1.0
     postscale: float = 1.0
+    owns_gradient: bool = False
 
 
 class Report(NamedTuple):
@@ -95,6 +99,8 @@ class Compressor(ABC):
         runs: whether it has programs of its own; a partition only chooses among other compressors.
         is_linear: whether it only sums gradients, or casts of them.
         uses_moments: whether `aggregate` takes `moment=`, the sum of squared sample gradients.
+        keeps_gradient: whether its state may take over the gradient's memory, see `Context`, which
+            saves it a walk over the bucket.
         stated: names of hyper-parameters that messages and tables show even at their defaults.
         needs_execution_order: whether the compressor of a layer depends on the order in which the
             model uses its layers; see `of_layers`.
@@ -112,6 +118,7 @@ class Compressor(ABC):
     runs: bool = True
     is_linear: bool = False
     uses_moments: bool = False
+    keeps_gradient: bool = False
     needs_execution_order: bool = False
     stated: frozenset[str] = frozenset()
 

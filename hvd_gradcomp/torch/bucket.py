@@ -50,6 +50,7 @@ class Bucket:
     views: list[torch.Tensor] = field(init=False)
     moment_views: list[torch.Tensor] = field(init=False)
     absent: set[int] = field(init=False)
+    _padding: torch.Tensor = field(init=False)
     runner: ProgramRunner | None = None
     sent: PendingCollective | None = None
     outcome: Inside | None = None
@@ -67,6 +68,12 @@ class Bucket:
         self._cut_views()
         self.moment_views = [] if self.moment is None else self.cut(self.moment)
         self.absent = set(range(len(self.parameters)))
+        self._padding = torch.tensor(self.layout.padding, device=self.flat.device).long()
+
+    def clear_padding(self) -> None:
+        """Make `flat` zero between the layers, where the last result may be something else."""
+        if len(self._padding):
+            self.flat.index_fill_(0, self._padding, 0.0)
 
     def _cut_views(self) -> None:
         self.views = self.cut(self.flat)
@@ -88,6 +95,25 @@ class Bucket:
         if not _references(self.flat) <= self.references + current:
             self.flat = torch.zeros_like(self.flat)
             self._cut_views()
+
+    @property
+    def owns_flat(self) -> bool:
+        """Return True if nobody else references the memory of `flat`, so that a state may keep it.
+
+        A gradient of the previous step may be a view of it, if it was zeroed and not released.
+        """
+        return _references(self.flat) <= self.references
+
+    def finish(self, result: torch.Tensor, state: State) -> None:
+        """End the program; if its state has kept the memory of `flat`, the result becomes `flat`.
+
+        The reference count stays what it was: as many views of another tensor.
+        """
+        self.result, self.state = result, state
+        self.runner, self.round = None, 0
+        memory = self.flat.data_ptr()
+        if self.compressor.keeps_gradient and any(x.data_ptr() == memory for _, x in leaves(state)):
+            self.flat, self.views = result, self.cut(result)
 
     def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return views of a bucket's vector, one for each layer."""

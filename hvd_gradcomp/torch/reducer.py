@@ -255,10 +255,12 @@ class Reducer:
                 here.wait_stream(stream)
             bucket.streams.clear()
         place, ranks = self.participants.place, self.participants.rank_and_size
-        context = Context(bucket.layout, *ranks, self.steps, self.prescale, self.postscale)
+        owns = place is None and bucket.compressor.keeps_gradient and bucket.owns_flat
+        context = Context(bucket.layout, *ranks, self.steps, self.prescale, self.postscale, owns)
         extra = {} if bucket.moment is None else {"moment": bucket.moment}
         if self.undoes or self.rollback:
             bucket.keep_before()
+        bucket.clear_padding()
         how = bucket.ops, context, bucket.flat, bucket.state
         with torch.no_grad():
             if place is None:
@@ -285,8 +287,7 @@ class Reducer:
         bucket.ops.take_turn()
         request = bucket.runner.send(reply)
         if request is None:
-            bucket.result, bucket.state = bucket.runner.result
-            bucket.runner, bucket.round = None, 0
+            bucket.finish(*bucket.runner.result)
             return
         if in_order and isinstance(request, Inside) and hierarchy.is_result(request):
             bucket.outcome = request
@@ -433,7 +434,7 @@ class Reducer:
         level = logging.DEBUG if expected else logging.WARNING
         LOGGER.log(level, "step left out (%d so far): %s", count, error)
         for bucket in self.buckets:
-            bucket.result = bucket.flat.zero_()  # what lies between the layers has to stay 0
+            bucket.result = bucket.flat
             for view in bucket.views:
                 view.fill_(float("nan"))
 

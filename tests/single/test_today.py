@@ -28,6 +28,7 @@ from hvd_gradcomp.codecs.values import VALUES
 from hvd_gradcomp.core.compressor import Context, leaves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.runtime.program_runner import ProgramRunner
 from hvd_gradcomp.testing import World
 from tests.methods import PRODUCTS, TODAY
 from tests.oracles import today
@@ -179,6 +180,33 @@ def test_chunks_keep_what_they_do_not_send(values, decay, seed, size):
             assert sent <= set(today.largest(chunk, 5))
             if values == "float32":
                 assert {i for i in today.largest(chunk, 5) if chunk[i] != 0} == sent
+
+
+@pytest.mark.parametrize("mean", ["ranks", "contributors"])
+@pytest.mark.parametrize("clips", [None, 1.0])
+def test_a_state_that_keeps_the_gradients_memory_has_the_same_bits(mean, clips):
+    """With `owns_gradient` gradient and state swap their memory, and nothing else changes."""
+    compressor = ChunkedTopKCompressor(chunk=32, k=3, mean=mean, max_norm=clips)
+    layout, ops = Layout(("w", "b"), ((16, 24), (10,)), block=32), TorchOps()
+    generator = torch.Generator().manual_seed(1)
+    states = [compressor.init(ops, layout) for _ in range(2)]
+    for step in range(5):
+        gradient = World(compressor, ops, layout, 1).flat(
+            [torch.randn(s, generator=generator) for s in layout.shapes]
+        )
+        totals, places = [], []
+        for own, state in enumerate(states):
+            given, before = gradient.clone(), state.r.data_ptr()
+            context = Context(layout, 0, 1, step, owns_gradient=bool(own))
+            program = ProgramRunner(compressor.aggregate(ops, context, given, state))
+            request = program.send(None)
+            assert program.send(torch.stack([request.tensor])) is None
+            total, states[own] = program.result
+            totals.append(total)
+            places.append((states[own].r.data_ptr(), total.data_ptr()))
+            swapped = (given.data_ptr(), before), (before, given.data_ptr())
+            assert clips or mean == "contributors" or places[-1] == swapped[0 if own else 1]
+        assert torch.equal(*totals) and torch.equal(states[0].r, states[1].r)
 
 
 def test_bins_are_those_of_the_paper():

@@ -248,6 +248,33 @@ static void write_past_and_fetch(float *to, const float *from, int64_t n, const 
   write_past(to + done, from + done, 4 * (n - done));
 }
 
+/* Adds the weighted values of one rank to a row, at their places; those beyond it are left out.
+ *
+ * next: the row that is changed next where it lies, or NULL: its lines at `ahead` are fetched.
+ * Returns whether a place is negative.
+ */
+static int64_t add_in_row(float *row, int64_t here, const int64_t *places, const float *values,
+                          int64_t k, float weight, const float *next, const int64_t *ahead) {
+  int64_t negative = 0;
+  for (int64_t i = 0; i < k; i++) {
+    const int64_t place = places[i];
+    if (next && (uint64_t)ahead[i] < (uint64_t)here) __builtin_prefetch(next + ahead[i], 1, 3);
+    negative |= place < 0;
+    if ((uint64_t)place >= (uint64_t)here) continue;
+    float value = values[i] * weight;
+    row[place] = row[place] + value;
+  }
+  return negative;
+}
+
+/* Clears a row of zeros again that ranks have added to. */
+static void clear_places(float *row, int64_t here, const int64_t *const *index, int64_t first,
+                         int64_t k, int64_t ranks) {
+  for (int64_t rank = 0; rank < ranks; rank++)
+    for (int64_t i = first; i < first + k; i++)
+      if ((uint64_t)index[rank][i] < (uint64_t)here) row[index[rank][i]] = 0.0f;
+}
+
 /* out = base, or 0, + the weighted values of all ranks, rank by rank, at their places in each row.
  *
  * What lies beyond its row, or not before the last element, is left out; that becomes 0.
@@ -262,27 +289,25 @@ int add_in_rows(const float *base, float *out, int64_t size, int64_t length, int
   for (int t = 0; t < threads; t++) {
     float room[SHORT];
     int64_t end = border(rows, 1, t + 1, threads);
+    if (past && !base) memset(room, 0, sizeof(float) * (size_t)length);
     for (int64_t row = border(rows, 1, t, threads); row < end; row++) {
       float *own = past ? room : out + row * length;
       int64_t here = size - row * length < length ? size - row * length : length;
-      if (!base)
+      if (!base && !past)
         memset(own, 0, sizeof(float) * (size_t)here);
-      else if (base != out)
+      else if (base && base != out)
         memcpy(own, base + row * length, sizeof(float) * (size_t)here);
+      int64_t whole = base == out && row + 1 < end && (row + 2) * length <= size;
       for (int64_t rank = 0; rank < ranks; rank++) {
         const int64_t *places = index[rank] + row * k;
-        const float *added = values[rank] + row * k;
-        for (int64_t i = 0; i < k; i++) {
-          negative |= places[i] < 0;
-          if ((uint64_t)places[i] >= (uint64_t)here) continue;
-          float value = added[i] * weights[rank];
-          own[places[i]] = own[places[i]] + value;
-        }
+        negative |= add_in_row(own, here, places, values[rank] + row * k, k, weights[rank],
+                               whole ? own + length : NULL, places + k);
       }
       if (past && base && row + 1 < end && (row + 2) * length <= size)
         write_past_and_fetch(out + row * length, room, here, base + (row + 1) * length);
       else if (past)
         write_past(out + row * length, room, 4 * here);
+      if (past && !base) clear_places(room, here, index, row * k, k, ranks);
     }
     written_past();
   }

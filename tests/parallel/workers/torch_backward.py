@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.compressor import leaves
-from tests.methods import EVERY, ONE_OF_EACH
+from tests.methods import CHUNKED, EVERY, ONE_OF_EACH
 from tests.parallel.workers.places import arrays, choose, here
 from tests.parallel.workers.results import digest, errors_of, finish
 
@@ -776,15 +776,17 @@ def main(folder: str, device: str = "cpu") -> None:
         rows_or_all(hvd.NoneCompressor(), 300),
         rows_or_all(hvd.QSGDCompressor(), 60),
     ]
-    result["kept"] = {repr(compressor): kept(compressor) for compressor in EVERY}
+    result["kept"] = {repr(one): kept(one) for one in [*EVERY, CHUNKED]}
     result["swapped"] = swapped()
-    result["dropped"] = {repr(one): dropped(one) for one in ONE_OF_EACH}
+    result["dropped"] = {repr(one): dropped(one) for one in [*ONE_OF_EACH, CHUNKED]}
     result["guarded"] = {
         "kept": guarded(hvd.SparseGDCompressor(density=0.01)),
         "not kept": guarded(hvd.SparseGDCompressor(density=0.01), rollback=False),
     }
     result["joined"] = joins()
-    result["joined compressed"] = {repr(one): joined_compressed(one) for one in ONE_OF_EACH}
+    result["joined compressed"] = {
+        repr(one): joined_compressed(one) for one in [*ONE_OF_EACH, CHUNKED]
+    }
     result["unused"] = [
         unused(torch.optim.AdamW, weight_decay=0.1),
         unused(torch.optim.SGD, momentum=0.9, weight_decay=0.1),

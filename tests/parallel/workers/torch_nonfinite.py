@@ -10,7 +10,7 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.compressor import leaves
-from tests.methods import EVERY, ONE_OF_EACH, learned_by
+from tests.methods import CHUNKED, EVERY, ONE_OF_EACH, learned_by
 from tests.parallel.workers.results import digest, errors_of, finish
 
 
@@ -160,7 +160,7 @@ def main(folder: str, steps: int, settings: str) -> None:
     """Goes through "all" settings, or one of each method."""
     hvd.init()
     torch.set_num_threads(1)
-    methods = [*EVERY, *learned_by("torch", 2)] if settings == "all" else ONE_OF_EACH
+    methods = [*EVERY, *learned_by("torch", 2)] if settings == "all" else [*ONE_OF_EACH, CHUNKED]
     pairs = {repr(c): [train(c, steps, disturbed) for disturbed in (True, False)] for c in methods}
     policies = {policy: without_scaler(policy) for policy in ("raise", "skip", "propagate")}
     finish(

@@ -21,6 +21,7 @@ KEEP = (  # what is not sent stays in their residual
     hvd.DGCCompressor(density=0.1, momentum=0.0),
     hvd.ScaleComCompressor(density=0.1, beta=1.0),
     hvd.OneBitCompressor(),
+    hvd.ChunkedTopKCompressor(chunk=32, k=4, decay=1.0),
 )
 GRADIVEQ = hvd.GradiVeQCompressor(ratio=4, warmup_steps=1, sample_steps=3, compress_steps=2)
 LGC = hvd.LGCCompressor(
