@@ -2,6 +2,7 @@
 
     python -m benchmarks.powersgd              # two minutes on two cores; starts its ranks itself
     python -m benchmarks.powersgd --steps 1000 --seeds 5
+    python -m benchmarks.powersgd --time       # a minute: what a step takes, beside the hook
 
 Handwritten digits (scikit-learn's, a fifth held out) on a perceptron of 64-256-256-10, 85,002
 parameters: as many steps of 32 images a rank with each method. Accuracy and loss are medians over
@@ -9,7 +10,12 @@ seeds, and from least to most; the loss is that of the images trained on, at the
 a rank hands to collectives in the steps that are compressed: of PyTorch's hooks counted at
 `torch.distributed.all_reduce`, of ours by `stats`. On two ranks both bring a rank as many.
 
-Not measured here: time (two ranks of one machine share its memory), GPUs, large models, more ranks.
+`--time` lets DDP without a hook, its hook and ours of rank 4 take turns: a perceptron of 12 layers
+of 1,024 x 1,024, and the GPT of `make worth`, 0.8 million parameters in small matrices; one sample
+a rank, so that a step is little else than its exchange. Ranks share the memory of one machine, and
+nothing slows their link: what is left is what compressing costs.
+
+Not measured here: GPUs, slow links (`make worth` does), more ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,19 +39,27 @@ from torch import multiprocessing, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.moments import GPT
 from hvd_gradcomp import (
+    ACPSGDCompressor,
     Compressor,
+    NoneCompressor,
     OneBitCompressor,
+    PowerSGDCompressor,
     QSGDCompressor,
     SparseGDCompressor,
     TernGradCompressor,
     VarianceCompressor,
+    after,
 )
 from hvd_gradcomp.torch import ddp
 
 RANKS, BATCH = 2, 32
 WARM_UP = 10  # steps that PowerSGD does uncompressed; left out of all counts of bytes
+RANK, WIDTH, DEPTH, TURNS = 4, 1024, 12, 40  # of what is timed
 OURS: tuple[Compressor, ...] = (
+    *(after(WARM_UP, None, PowerSGDCompressor(rank=rank)) for rank in (1, 2, 4)),
+    after(WARM_UP, None, ACPSGDCompressor(rank=4)),
     QSGDCompressor(),
     TernGradCompressor(),
     OneBitCompressor(),
@@ -158,6 +173,83 @@ def worker(rank: int, port: int, folder: str, steps: int, seeds: int) -> None:
     dist.destroy_process_group()
 
 
+def perceptron() -> tuple[nn.Module, torch.Tensor]:
+    """Return a model of large matrices, and a sample."""
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)]
+    return nn.Sequential(*layers), torch.randn(1, WIDTH) * (1 + dist.get_rank())
+
+
+def transformer() -> tuple[nn.Module, torch.Tensor]:
+    """Return a model of small matrices, and a sample."""
+    return GPT(words=128, length=32), torch.randint(128, (1, 32))
+
+
+MODELS = {"12 layers of 1,024 x 1,024": perceptron, "GPT, 0.8 million parameters": transformer}
+
+
+class Timed:
+    """A model of DDP whose steps are timed, and how its gradients travel.
+
+    Args:
+        make: of `MODELS`.
+        method: one of ours, a rank of PowerSGD's hook, or None for DDP alone.
+    """
+
+    def __init__(self, make: Callable[[], Any], method: Compressor | int | None) -> None:
+        torch.manual_seed(1)
+        plain, self.sample = make()
+        # The hook never returns with two buckets over gloo.
+        self.model = DistributedDataParallel(plain, bucket_cap_mb=1024)
+        if isinstance(method, Compressor):
+            ddp.compress(self.model, method)
+        elif method is not None:
+            state = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=method, start_powerSGD_iter=2
+            )
+            self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    def step(self) -> float:
+        """Return the seconds of forward and backward, and of the exchange in it."""
+        self.model.zero_grad()
+        dist.barrier()
+        begin = time.perf_counter()
+        self.model(self.sample).square().sum().backward()
+        return time.perf_counter() - begin
+
+
+def time_steps(rank: int, port: int, folder: str) -> None:
+    """Time all ways in turn, and leave what rank 0 has found in a file."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    ways: dict[str, Compressor | int | None] = {
+        "DDP, uncompressed": None,
+        f"DDP's powerSGD_hook, rank {RANK}": RANK,
+        **{str(one): one for one in (PowerSGDCompressor(rank=RANK), ACPSGDCompressor(rank=RANK))},
+        "NoneCompressor()": NoneCompressor(),
+    }
+    found = {}
+    for title, make in MODELS.items():
+        models = [Timed(make, method) for method in ways.values()]
+        turns = [[model.step() for model in models] for _ in range(WARM_UP + TURNS)]
+        found[title] = dict(zip(ways, zip(*turns[WARM_UP:])))
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def table_of_times(found: dict[str, list[float]]) -> str:
+    """Return a line for each way."""
+    theirs = statistics.median(found[f"DDP's powerSGD_hook, rank {RANK}"])
+    rows = []
+    for name, seconds in found.items():
+        middle = statistics.median(seconds)
+        spread = f"{1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f}"
+        rows.append([name, f"{1e3 * middle:.1f}", spread, f"{middle / theirs:.2f}"])
+    head = ["way", "ms a step, median", "least to most", "of the hook's"]
+    return tabulate(rows, head, tablefmt="github", disable_numparse=True)
+
+
 def table(found: dict[str, dict[str, list[list[float]]]]) -> str:
     """A line for each method."""
     head = ["method", "bytes a step", "times fewer"]
@@ -192,10 +284,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300, help=f"of each training, over {WARM_UP}")
     parser.add_argument("--seeds", type=int, default=3, help="trainings with each method")
+    parser.add_argument("--time", action="store_true", help="of a step, beside the hook's")
     options = parser.parse_args()
     if options.steps <= WARM_UP:
         parser.error(f"--steps has to exceed the {WARM_UP} that PowerSGD does uncompressed")
     with tempfile.TemporaryDirectory() as folder:
+        if options.time:
+            multiprocessing.spawn(time_steps, (free_port(), folder), nprocs=RANKS)
+            for title, found in json.loads(Path(folder, "found.json").read_text()).items():
+                print(f"{title}\n\n{table_of_times(found)}\n")
+            return
         given = (free_port(), folder, options.steps, options.seeds)
         multiprocessing.spawn(worker, given, nprocs=RANKS)
         print(table(json.loads(Path(folder, "found.json").read_text())))

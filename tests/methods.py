@@ -6,6 +6,8 @@ here, once. A test that is about one of them takes it by its name.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from examples.extending.power_iteration import PowerIterationCompressor
 from examples.extending.random_stretch import RandomStretchCompressor
 from hvd_gradcomp import (
@@ -203,10 +205,17 @@ PRODUCTS: list[Compressor] = [
     DeMoCompressor(chunk=8, k=4, values="int4", signed=False),
 ]
 EVERY = LINEAR + WORDS + LARGEST + LEADER + QUANTIZED + PHASED
-ONE_OF_EACH: list[Compressor] = []
-for one in EVERY:
-    if type(one) not in map(type, ONE_OF_EACH):
-        ONE_OF_EACH.append(one)
+
+
+def one_of_each(methods: Iterable[Compressor]) -> list[Compressor]:
+    """Keep the first setting of each class."""
+    found: dict[type, Compressor] = {}
+    for one in methods:
+        found.setdefault(type(one), one)
+    return list(found.values())
+
+
+ONE_OF_EACH, ONE_OF_TODAY = one_of_each(EVERY), one_of_each(TODAY)
 # One for each way to exchange, which is all that knows of how many ranks there are, and of MPI.
 ONE_OF_EACH_EXCHANGE = [NONE, VARIANCE, DGC, SCALECOM, QSGD_TWO_SHOT, TERNGRAD, TWO_PHASES]
 CLASSES = sorted(

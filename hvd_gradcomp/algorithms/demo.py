@@ -164,8 +164,7 @@ class DeMoCompressor(Clipping, Compressor):
         mean = self.back(ops, layout, tiles, self.mean(ops, layout, tiles, bodies, weights))
         if self.signed:
             unit = context.prescale * context.postscale * context.size
-            positive, negative = (ops.cast(x, "float32") for x in (mean > 0, mean < 0))
-            mean = (positive - negative) * unit
+            mean = ops.signs(mean, unit)
         mean = patterns.check_sum(ops, mean)
         kept = m - self.back(ops, layout, tiles, own)
         return mean, Momentum(ops.overwrite(state.m, kept))
@@ -176,9 +175,10 @@ class DeMoCompressor(Clipping, Compressor):
         """Return the parts of the body, and for each layer the components as others decode them."""
         payload: dict[str, Tensor] = {}
         chosen, values = [], []
+        bases = _Bases(ops)
         for number, each in enumerate(tiles):
             places = self.places(each)
-            rows = _forward(ops, each, m)
+            rows = _forward(ops, bases, each, m)
             index, largest = ops.largest_of_rows(rows, each.size, places.count)
             coded = places.encode(ops, index)
             payload.update({f"{name}{number}": part for name, part in coded.items()})
@@ -224,7 +224,8 @@ class DeMoCompressor(Clipping, Compressor):
         self, ops: Ops, layout: Layout, tiles: Sequence[Tiles], components: Sequence[Tensor]
     ) -> Tensor:
         """Return a bucket's vector from its layers' components."""
-        pieces = [_backward(ops, each, flat) for each, flat in zip(tiles, components)]
+        bases = _Bases(ops)
+        pieces = [_backward(ops, bases, each, flat) for each, flat in zip(tiles, components)]
         found = ops.concat(pieces) if pieces else ops.zeros((0,))
         missing = layout.size - found.shape[0]
         return ops.concat((found, ops.zeros((missing,)))) if missing else found
@@ -262,23 +263,31 @@ def _dct(n: int) -> tuple[float, ...]:
     return tuple(x for k in range(n) for x in row(k))
 
 
-def _basis(ops: Ops, n: int) -> Tensor:
-    return ops.reshape(ops.constants(_dct(n)), (n, n))
+class _Bases(dict[int, Tensor]):
+    """Matrices of the transform by their size, each looked up once a step."""
+
+    def __init__(self, ops: Ops) -> None:
+        super().__init__()
+        self._ops = ops
+
+    def __missing__(self, n: int) -> Tensor:
+        self[n] = basis = self._ops.reshape(self._ops.constants(_dct(n)), (n, n))
+        return basis
 
 
-def _forward(ops: Ops, tiles: Tiles, m: Tensor) -> Tensor:
+def _forward(ops: Ops, bases: _Bases, tiles: Tiles, m: Tensor) -> Tensor:
     """Return the components of a layer's tiles, one tile after another; float32 [elements]."""
     layer = m[tiles.start : tiles.start + tiles.rows * tiles.columns]
-    across = ops.transpose(_basis(ops, tiles.width), (1, 0))
+    across = ops.transpose(bases[tiles.width], (1, 0))
     shape = tiles.rows, tiles.columns
-    return ops.turn_tiles(layer, shape, _basis(ops, tiles.height), across, back=False)
+    return ops.turn_tiles(layer, shape, bases[tiles.height], across, back=False)
 
 
-def _backward(ops: Ops, tiles: Tiles, components: Tensor) -> Tensor:
+def _backward(ops: Ops, bases: _Bases, tiles: Tiles, components: Tensor) -> Tensor:
     """Return a layer, flat, from the components of its tiles."""
-    down = ops.transpose(_basis(ops, tiles.height), (1, 0))
+    down = ops.transpose(bases[tiles.height], (1, 0))
     shape = tiles.rows, tiles.columns
-    return ops.turn_tiles(components, shape, down, _basis(ops, tiles.width), back=True)
+    return ops.turn_tiles(components, shape, down, bases[tiles.width], back=True)
 
 
 def _spread(ops: Ops, tiles: Tiles, index: Tensor, values: Tensor) -> Tensor:

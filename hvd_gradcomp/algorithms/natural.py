@@ -50,19 +50,11 @@ class NaturalCompressor(QuantizedCompressor):
 
     def encode(self, ops: Ops, row_groups: RowGroups, x: Tensor, key: Tensor) -> Payload:
         del row_groups
-        whole, mantissa = ops.split_bits(ops.float_bits(x), 23)
-        noise = ops.cast(ops.uniform(key, x.shape[0]) * 2.0**23, "int64")
-        code = whole + ops.cast(mantissa + noise >= 1 << 23, "int64")
-        return {"codes": ops.to_bytes(ops.pack(code, 9), "uint32")}
+        return {"codes": ops.encode_powers(x, key)}
 
     def add_decoded(
         self, ops: Ops, row_groups: RowGroups, payload: Payload, accumulator: Accumulator
     ) -> Tensor:
         del row_groups
         base, scratch, weights = accumulator
-        total = ops.clear(scratch) if base is None else ops.overwrite(scratch, base)
-        for rank, packed in enumerate(payload["codes"]):
-            code = ops.unpack(ops.from_bytes(packed, "uint32"), 9)[: total.shape[0]]
-            value = ops.bits_float(code * (1 << 23))
-            total = ops.accumulate(total, ops.scale(value, weights[rank]))
-        return total
+        return ops.add_powers(base, scratch, payload["codes"], weights)

@@ -167,9 +167,10 @@ def share(ops: Ops, total: Tensor, size: int, holders: int) -> Tensor:
     return total // holders
 
 
-def check_hosts(
-    then: int | None, now: int | None, remedy: str = 'Save with mode="consolidated" to change that'
-) -> None:
+CONSOLIDATED = 'Save with mode="consolidated" to change that'
+
+
+def check_hosts(then: int | None, now: int | None, remedy: str = CONSOLIDATED) -> None:
     """Check that the same ranks held a sharded state.
 
     Args:
@@ -187,9 +188,9 @@ def check_hosts(
         )
 
 
-def other_size(then: int, now: int) -> str:
-    """Explain why another number of ranks cannot load a sharded state."""
+def other_size(then: int, now: int, remedy: str = CONSOLIDATED) -> str:
+    """Explain why another number of ranks cannot load a sharded state, and what to do."""
     return (
         f"it was saved sharded by {then} ranks, and {now} are here: what each of them had kept "
-        'back would be lost. Save with mode="consolidated" to resume with another number'
+        f"back would be lost. {remedy}"
     )

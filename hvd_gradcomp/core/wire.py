@@ -136,12 +136,15 @@ def pack_pieces(ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tenso
 
 def unpack_body(ops: Ops, parts: Mapping[str, Part], body: Tensor) -> dict[str, Tensor]:
     """Return the parts of every rank's body: body is [world, bytes], each part [world, count]."""
-    return {name: unpack_part(ops, parts, body, name) for name in parts}
+    return {name: _piece(ops, body, parts[name], start) for name, start in starts(parts).items()}
 
 
 def unpack_part(ops: Ops, parts: Mapping[str, Part], body: Tensor, name: str) -> Tensor:
     """Return one part of every rank's body, as in `unpack_body`."""
-    part, start = parts[name], starts(parts)[name]
+    return _piece(ops, body, parts[name], starts(parts)[name])
+
+
+def _piece(ops: Ops, body: Tensor, part: Part, start: Any) -> Tensor:
     piece = body[:, start : start + part.count * ITEMSIZE[part.dtype]]
     return piece if part.dtype == "bytes" else ops.from_bytes(piece, part.dtype)
 

@@ -25,6 +25,7 @@ NATIVE = (
     "c/chunks.c",
     "c/elias_fano.c",
     "c/factors.c",
+    "c/powers.c",
     "c/quant.c",
     "c/threshold.c",
     "c/tiles.c",

@@ -389,7 +389,7 @@ class CompressionState:
         Raises:
             OutOfStepError: on all ranks.
         """
-        if self._group.handle is None:
+        if self._group.closed:
             raise RuntimeError(
                 "the exchange of an earlier step has failed, and what was kept is lost: start all "
                 "ranks again, from a checkpoint"

@@ -11,6 +11,7 @@ from hvd_gradcomp.core.compressor import leaves, with_leaves
 from hvd_gradcomp.torch.reducer import Reducer, wait_for_copies
 
 LOGGER = logging.getLogger("hvd_gradcomp")
+_AS_IT_WAS = "Resume with as many ranks, or load the parameters alone"
 
 
 def save(run: Reducer) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def load(run: Reducer, saved: dict[str, Any]) -> None:
     schema.check_exchange(saved, planner.compressor, [bucket.layout for bucket in run.buckets])
     rank, size = process_set.rank(), process_set.size()
     if saved["size"] != size:
-        raise CheckpointError(schema.other_size(saved["size"], size))
+        raise CheckpointError(schema.other_size(saved["size"], size, _AS_IT_WAS))
     schema.check_hosts(
         saved.get("hosts"),
         place and place.hosts,

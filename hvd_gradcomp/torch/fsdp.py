@@ -416,7 +416,7 @@ class ShardedCompression:
             OutOfStepError: on all ranks.
             ValueError: passes were summed up before they came here.
         """
-        if self._everybody.handle is None:
+        if self._everybody.closed:
             raise RuntimeError(
                 "the exchange of an earlier step has failed, and what was kept is lost: start all "
                 "ranks again, from a checkpoint"

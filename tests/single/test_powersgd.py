@@ -29,6 +29,14 @@ def test_bytes_of_a_step_are_counted_alike(alone):
     assert dense / 7.95 < found["ours"] < dense / 7.8
 
 
+def test_times_are_shown_beside_the_hooks():
+    lines = powersgd.table_of_times(
+        {"DDP's powerSGD_hook, rank 4": [0.02, 0.01, 0.03], "ours": [0.01, 0.01, 0.05]}
+    ).splitlines()
+    assert "20.0" in lines[2] and "10.0 to 30.0" in lines[2] and "1.00" in lines[2]
+    assert "10.0 to 50.0" in lines[3] and "0.50" in lines[3]
+
+
 def test_what_is_shown():
     runs = {name: [[97.0, 0.1, 400.0], [95.0, 0.3, 400.0]] for name in powersgd.OPTIMIZERS}
     few = {name: [[90.0, 0.1, 40.0]] for name in powersgd.OPTIMIZERS}

@@ -22,6 +22,7 @@ from hvd_gradcomp import (
 from hvd_gradcomp.ops import building, native
 from hvd_gradcomp.testing import World
 from tests.kernels import NATIVE, TorchOps, assert_alike, layout_of, threads, torch
+from tests.methods import ONE_OF_TODAY, PRODUCTS
 
 pytestmark = [
     NATIVE,
@@ -39,6 +40,8 @@ METHODS = [
     QSGDCompressor(),
     TernGradCompressor(),
     OneBitCompressor(),
+    *ONE_OF_TODAY,
+    *PRODUCTS,
 ]
 
 

@@ -653,6 +653,39 @@ static int run_add_floats(call *c) {
   return 0;
 }
 
+/* x, key -> packed */
+static int plan_encode_powers(call *c) {
+  TRY(takes(c, 2, 0, 0));
+  TRY(is_vector(c, 0, FLOAT, ANY));
+  TRY(is_vector(c, 1, INT64, 2));
+  NEED(c->in[0].length % GROUP == 0, "codes are whole words");
+  return gives_vector(c, 0, UINT8, c->in[0].length / 8 * 9);
+}
+
+static int run_encode_powers(call *c) {
+  encode_powers_of_two(FLOATS(0), c->in[0].length, INT64S(1), OUT(uint32_t, 0), (int)c->threads);
+  return 0;
+}
+
+/* base, packed, weights; from_zero -> total */
+static int plan_add_powers(call *c) {
+  TRY(takes(c, 3, 1, 0));
+  int64_t n = c->in[0].length;
+  TRY(is_vector(c, 0, FLOAT, ANY));
+  TRY(is_vector(c, 2, FLOAT, ANY));
+  TRY(is(c, 1, UINT8, 2, c->in[2].length, ANY));
+  NEED(n % GROUP == 0 && c->in[1].length >= n / 8 * 9 && c->in[1].stride % 4 == 0,
+       "a code for each of %lld elements", (long long)n);
+  return gives_like(c, 0, 0);
+}
+
+static int run_add_powers(call *c) {
+  add_powers_of_two(*c->ints ? NULL : FLOATS(0), OUT(float, 0), c->in[0].length, c->in[1].rows,
+                    (const uint32_t *)c->in[1].data, c->in[1].stride / 4, FLOATS(2),
+                    (int)c->threads);
+  return 0;
+}
+
 /* bands, x -> above, below, packed */
 static int plan_encode_signs(call *c) {
   int64_t groups;
@@ -1276,6 +1309,8 @@ static const kernel KERNELS[] = {
     KERNEL(encode_peaks),
     KERNEL(encode_e4m3),
     KERNEL(add_floats),
+    KERNEL(encode_powers),
+    KERNEL(add_powers),
     KERNEL(encode_signs),
     KERNEL(add_signs),
     KERNEL(momentum_signs),

@@ -88,6 +88,11 @@ int topk_replace(const place *where, const form *as, const uint8_t *body, const 
 
 /* -- elias_fano.c -- */
 
+/* Bit `plane` of 32 numbers as one word, for each plane. */
+void split_planes(const uint32_t *numbers, int planes, uint32_t *words);
+/* Adds the number that the planes hold to each of 32, from bit `first` on. */
+void join_planes(const uint32_t *words, int planes, int first, uint32_t *numbers);
+
 int encode_ascending(const int64_t *numbers, int64_t rows, int64_t count, int64_t low,
                      int64_t width, int64_t *lows, int64_t *highs);
 void decode_ascending(const int64_t *lows, const int64_t *highs, int64_t rows, int64_t count,
@@ -181,6 +186,13 @@ int encode_signs(const band *bands, int64_t count, const float *x, int64_t n, fl
 void add_signs(const band *bands, int64_t count, const float *base, float *out, int64_t n,
                int64_t ranks, const uint32_t *words, int64_t word_stride, const float *above,
                const float *below, int64_t mean_stride, const float *weights, int threads);
+
+/* -- powers.c -- */
+
+void encode_powers_of_two(const float *x, int64_t n, const int64_t *key, uint32_t *words,
+                          int threads);
+void add_powers_of_two(const float *base, float *out, int64_t n, int64_t ranks,
+                       const uint32_t *words, int64_t stride, const float *weights, int threads);
 
 /* -- tiles.c -- */
 

@@ -38,10 +38,44 @@ FAST static void product(const float *a, int64_t a_apart, const float *b, float 
     }
 }
 
-/* Floats: both factors, the tile and its first product, each up to whole blocks. */
+/* Floats: both factors, the tile and its first product, each up to whole blocks; and the columns of
+ * the left factor that meet a row with numbers. */
 int64_t room_of_tile(int64_t height, int64_t width) {
   int64_t tall = up_to(height, TALL), wide = up_to(width, WIDE);
-  return tall * height + width * wide + 2 * tall * wide;
+  return 2 * tall * height + width * wide + 2 * tall * wide;
+}
+
+FAST static int is_clear(const float *x, int64_t n) {
+  uint32_t any = 0;
+  for (int64_t i = 0; i < n; i++) any |= bits_of(x[i]) << 1;
+  return !any;
+}
+
+/* out = y + factor * x */
+FAST static void add_multiple(float *out, const float *x, float factor, int64_t n) {
+  for (int64_t i = 0; i < n; i++) out[i] = out[i] + factor * x[i];
+}
+
+/* A tile times the right factor, without the products of zeros, which add nothing: rows of the
+ * result that are not clear, close together in `half`, and the columns of the left factor for them.
+ *
+ * Returns how many there are.
+ */
+static int64_t turn_few(const float *x, int64_t apart, int64_t height, int64_t width,
+                        const float *right, int64_t wide, const float *left, int64_t tall,
+                        float *half, float *columns) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < height; i++) {
+    const float *row = x + i * apart;
+    if (is_clear(row, width)) continue;
+    float *to = half + count * wide;
+    memset(to, 0, sizeof(float) * (size_t)wide);
+    for (int64_t j = 0; j < width; j++)
+      if (row[j] != 0.0f) add_multiple(to, right + j * wide, row[j], wide);
+    for (int64_t r = 0; r < tall; r++) columns[r * height + count] = left[r * height + i];
+    count++;
+  }
+  return count;
 }
 
 /* Copies a matrix into one of longer rows, of which the rest stays as it is. */
@@ -54,7 +88,7 @@ static void lay(const float *from, int64_t from_apart, float *to, int64_t to_apa
 /* Each tile of x becomes left [height, height] times it times right [width, width].
  *
  * A tile lies in a matrix [rows, columns], or by itself, one after another: `back` says that x is
- * tiles and out a matrix. room: [threads, room_of_tile].
+ * tiles and out a matrix; most of their numbers are zeros then. room: [threads, room_of_tile].
  */
 void turn_tiles(const float *x, float *out, int64_t rows, int64_t columns, int64_t height,
                 int64_t width, const float *left, const float *right, int back, float *room,
@@ -64,7 +98,7 @@ void turn_tiles(const float *x, float *out, int64_t rows, int64_t columns, int64
   IN_PIECES
   for (int t = 0; t < threads; t++) {
     float *first = room + room_of_tile(height, width) * t, *second = first + tall * height;
-    float *tile = second + width * wide, *half = tile + tall * wide;
+    float *tile = second + width * wide, *half = tile + tall * wide, *some = half + tall * wide;
     memset(first, 0, sizeof(float) * (size_t)room_of_tile(height, width));
     lay(left, height, first, height, height, height);
     lay(right, width, second, wide, width, width);
@@ -72,9 +106,15 @@ void turn_tiles(const float *x, float *out, int64_t rows, int64_t columns, int64
     for (int64_t at = border(tiles, 1, t, threads); at < end; at++) {
       int64_t there = at / across * height * columns + at % across * width;
       int64_t from = back ? at * height * width : there, to = back ? there : at * height * width;
-      lay(x + from, back ? width : columns, tile, wide, height, width);
-      product(tile, wide, second, half, tall, width, wide);
-      product(first, height, half, tile, tall, height, wide);
+      if (back) {
+        int64_t count =
+            turn_few(x + from, width, height, width, second, wide, first, tall, half, some);
+        product(some, height, half, tile, tall, count, wide);
+      } else {
+        lay(x + from, columns, tile, wide, height, width);
+        product(tile, wide, second, half, tall, width, wide);
+        product(first, height, half, tile, tall, height, wide);
+      }
       lay(tile, wide, out + to, back ? columns : width, height, width);
     }
   }

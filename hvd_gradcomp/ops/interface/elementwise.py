@@ -88,6 +88,11 @@ class Elementwise(ABC):
         ahead = self.accumulate(self.times(u, momentum), gradient) if nesterov else u
         return self.accumulate(r, ahead), u
 
+    def signs(self, x: Tensor, unit: float) -> Tensor:
+        """Return the unit with the sign of each element, 0 for 0; elementwise. Donating."""
+        positive, negative = (self.cast(side, "float32") for side in (x > 0, x < 0))
+        return self.scale(positive - negative, unit)
+
     def leaky_relu(self, x: Tensor, slope: float) -> Tensor:
         """Return x where it is positive, `slope * x` elsewhere."""
         return self.where(x > 0, x, x * slope)

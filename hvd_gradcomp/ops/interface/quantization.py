@@ -233,6 +233,40 @@ class Quantization(BitPacking):
         total = self.add_floats(RowGroups(()), base, room, packed, None, 16, weights)
         return total, self.finite(total)
 
+    def encode_powers(self, x: Tensor, key: Tensor) -> Tensor:
+        """Round at random to powers of two, unbiased: sign and exponent of float32.
+
+        Args:
+            x: float32 [size], a multiple of 32.
+            key: of random numbers.
+
+        Returns:
+            Packed codes of 9 bits, uint8 [size * 9 / 8].
+        """
+        whole, mantissa = self.split_bits(self.float_bits(x), 23)
+        noise = self.cast(self.uniform(key, x.shape[0]) * 2.0**23, "int64")
+        code = whole + self.cast(mantissa + noise >= 1 << 23, "int64")
+        return self.to_bytes(self.pack(code, 9), "uint32")
+
+    def add_powers(
+        self, base: Tensor | None, room: Tensor, packed: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Return `base + sum over ranks of weight * decoded codes`. Donating for room.
+
+        Args:
+            base: float32 [size]; None for zeros.
+            room: where the result may be written.
+            packed: of `encode_powers`, at least of `size` elements; uint8 [world, bytes].
+            weights: float32 [world].
+        """
+        total = self.clear(room) if base is None else self.overwrite(room, base)
+        for rank in range(packed.shape[0]):
+            code = self.unpack(self.from_bytes(packed[rank], "uint32"), 9)[: total.shape[0]]
+            total = self.accumulate(
+                total, self.scale(self.bits_float(code * (1 << 23)), weights[rank])
+            )
+        return total
+
     def _inverse(self, scale: Tensor, levels: float) -> Tensor:
         """Return `levels / scale`, and 0 where a group counts as zero."""
         used = scale >= TINY

@@ -129,6 +129,20 @@ class Quantization(Base):
         total, finite = self.native("add_floats", given, outputs, (16, base is None))
         return total, bool(finite) if tf.executing_eagerly() else finite
 
+    def encode_powers(self, x: Tensor, key: Tensor) -> Tensor:
+        if self.native is None:
+            return super().encode_powers(x, key)
+        return self.native("encode_powers", (x, key), [(tf.uint8, _packed(x, 9))])[0]
+
+    def add_powers(
+        self, base: Tensor | None, room: Tensor, packed: Tensor, weights: Tensor
+    ) -> Tensor:
+        if self.native is None:
+            return super().add_powers(base, room, packed, weights)
+        start = room if base is None else base
+        outputs = [(tf.float32, start.shape)]
+        return self.native("add_powers", (start, packed, weights), outputs, (base is None,))[0]
+
     def encode_signs(self, row_groups: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.native is None:
             return super().encode_signs(row_groups, x)

@@ -52,6 +52,10 @@ class Elementwise(Base):
     def scale(self, x: Tensor, factor: Any) -> Tensor:
         return torch.mul(x, factor, out=self.room(x))
 
+    def signs(self, x: Tensor, unit: float) -> Tensor:
+        room = self.room(x)
+        return torch.sign(x, out=room).mul_(unit)
+
     def cast(self, x: Tensor, dtype: Any) -> Tensor:
         return x.to(DTYPES.get(dtype, dtype))
 

@@ -222,6 +222,24 @@ class Quantization(Base):
         self.native("add_floats", given, (room, finite), (16, base is None))
         return room, bool(finite[0])
 
+    def encode_powers(self, x: Tensor, key: Tensor) -> Tensor:
+        if self.native is None:
+            return super().encode_powers(x, key)
+        packed = self.body(x.shape[0] // 8 * 9, _MORE)
+        self.native("encode_powers", (x.contiguous(), key), (packed,))
+        return packed
+
+    def add_powers(
+        self, base: Tensor | None, room: Tensor, packed: Tensor, weights: Tensor
+    ) -> Tensor:
+        if self.native is None:
+            return super().add_powers(base, room, packed, weights)
+        room = self.room(room)
+        start = room if base is None else base.contiguous()
+        given = start, walkable(packed), weights.contiguous()
+        self.native("add_powers", given, (room,), (base is None,))
+        return room
+
     def encode_signs(self, row_groups: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.quantizers is not None:
             return self.quantizers.encode_signs(row_groups, x)

@@ -19,6 +19,7 @@ from hvd_gradcomp.runtime.program_runner import TrafficCounter
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 
 VERIFY = -1  # said in the place of a step
+_CLOSED = "the connections were closed after an error of this rank"
 _open: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 
@@ -30,7 +31,7 @@ def _let_go() -> None:
     would abort the process.
     """
     for group in list(_open):
-        group.handle = None
+        group.release()
 
 
 class ProcessGroup:
@@ -61,7 +62,7 @@ class ProcessGroup:
             among = {"ranks": self.ranks, "use_local_synchronization": not by_all}
         self.backend = backend
         timeout = _timeout_of(group, self.device)
-        self.handle: Any = dist.new_group(backend=backend, timeout=timeout, **among)
+        self._handle: Any = dist.new_group(backend=backend, timeout=timeout, **among)
         self.pending: weakref.WeakSet[Work] = weakref.WeakSet()
         self._parts: list[ProcessGroup] = []
         _open.add(self)
@@ -85,6 +86,27 @@ class ProcessGroup:
         """Return the number of ranks."""
         return len(self.ranks)
 
+    @property
+    def closed(self) -> bool:
+        """Return True after `hang_up`."""
+        return self._handle is None
+
+    @property
+    def handle(self) -> Any:
+        """Return `torch.distributed`'s group.
+
+        Raises:
+            RuntimeError: after `hang_up`. To `torch.distributed` no group means all ranks.
+        """
+        if self._handle is None:
+            raise RuntimeError(_CLOSED)
+        return self._handle
+
+    def release(self) -> Any:
+        """Let go of `torch.distributed`'s group, and return it; None if that was done before."""
+        handle, self._handle = self._handle, None
+        return handle
+
     def hang_up(self) -> None:
         """Close the connections, those of parts too: ranks that wait for this one fail.
 
@@ -92,8 +114,7 @@ class ProcessGroup:
         """
         for work in self.pending:
             work.release()
-        handle, self.handle = self.handle, None
-        if handle is not None:
+        if handle := self.release():
             dist.destroy_process_group(handle)
         for part in self._parts:
             part.hang_up()
@@ -140,7 +161,7 @@ class Work:
     def wait(self) -> torch.Tensor:
         """Wait and return the result; on a GPU the current stream waits, not the host."""
         if self._work is None:
-            raise RuntimeError("the connections were closed after an error of this rank")
+            raise RuntimeError(_CLOSED)
         self._work.wait()
         return self._shaped()
 

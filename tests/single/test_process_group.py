@@ -1,0 +1,47 @@
+"""Connections of one rank over `torch.distributed`, and what it has saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hvd_gradcomp import SparseGDCompressor
+from hvd_gradcomp.checkpoint.schema import CheckpointError
+from hvd_gradcomp.torch import ddp
+from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_closed_connections_are_not_those_of_all_ranks(alone):
+    """To `torch.distributed` a group that is None means the user's own."""
+    group = ProcessGroup()
+    backend = C10dBackend(group, "bucket")
+    backend.allgather(torch.ones(2), "", group).wait()
+    group.hang_up()
+    group.hang_up()
+    assert group.closed
+    for collective in (
+        lambda: backend.allgather(torch.ones(2), "", group),
+        lambda: backend.broadcast(torch.ones(2), 0, "", group),
+        lambda: backend.gather_objects(1, int, "a number"),
+    ):
+        with pytest.raises(RuntimeError, match="closed after an error of this rank"):
+            collective()
+
+
+def test_a_state_of_more_ranks_says_what_can_be_done(alone):
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    state = ddp.compress(model, SparseGDCompressor(density=0.5))
+    saved = state.state_dict()
+    saved["size"] = 2
+    with pytest.raises(CheckpointError, match=r"sharded by 2 ranks.*load the parameters alone"):
+        state.load_state_dict(saved)
