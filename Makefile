@@ -122,7 +122,7 @@ demo: $(horovod) ## train on real digits with and without compression, on PyTorc
 	@$(run) -m examples.demo $(ARGS)
 
 # On a GPU PyTorch's codecs alone, with the PyTorch that is installed; SETUP=0 DEVICE=cuda.
-bench: $(if $(filter cuda,$(DEVICE)),,$(horovod)) ## method x framework x density: copies, ms, first step; 20 minutes, or ARGS=--quick
+bench: $(if $(filter cuda,$(DEVICE)),,$(horovod)) ## method x framework x density: copies, ms, first step; 35 minutes, or ARGS=--quick
 	@[ "$(DEVICE)" = cpu ] || [ "$(SETUP)" = 0 ] || { echo "bench: uses what is installed: make bench DEVICE=cuda SETUP=0 PYTHON=..." >&2; exit 2; }
 	@$(run) -m benchmarks.curve --device $(DEVICE) $(ARGS)
 	@$(run) -m benchmarks.learned --device $(DEVICE)

@@ -1,6 +1,6 @@
 """Method x framework x density: copies, ms and the first step, beside the bars they are held to.
 
-    make bench ARGS="--folder docs/measured"               # all of it, about 20 minutes
+    make bench ARGS="--folder docs/measured"               # all of it, about 35 minutes
     python -m benchmarks.curve --quick                     # one density of each method
     python -m benchmarks.curve --only Variance "DGC 1 %" --parts exchanges --frameworks PyTorch tape
     python -m benchmarks.curve --device cuda               # codecs alone, where there is a GPU
@@ -16,7 +16,7 @@ middle density of each method, everywhere with `--full`.
 
 Not measured: a link between hosts (`make hosts`), GPUs, methods that learn (`benchmarks.learned`).
 With `--check` a bar that does not hold is exit status 1. Results go to `curve.json` in `--folder`
-and are drawn beside it.
+and are drawn beside it; with `--only` other rows that are there stay.
 """
 
 from __future__ import annotations
@@ -111,7 +111,9 @@ def run(asked: Sequence[Point], options: argparse.Namespace) -> Result:
     """Measures, and writes what there is after every point."""
     path = options.folder / "curve.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = {
+    before: Result = json.loads(path.read_text()) if options.only and path.exists() else {}
+    kept: Result = before.get("rows", {})
+    rows = kept | {
         point.name: {
             "method": point.method,
             "asked": point.asked,
