@@ -115,7 +115,6 @@ class Step:
             [torch.empty(s, device=device) for s in layout.shapes] for layout in self.layouts
         ]
         self.gradients = [self.ops.zeros((layout.size,)) for layout in self.layouts]
-        self.padding = [torch.tensor(x.padding, device=device).long() for x in self.layouts]
         self.targets = [torch.empty_like(g) for g in self.gradients]
         self.moments = [self.ops.zeros((layout.size,)) for layout in self.layouts]
         self.states = [compressor.init(self.ops, layout) for layout in self.layouts]
@@ -150,13 +149,12 @@ class Step:
         # In turn every rank leads, where one leads.
         rank = self.step % self.ranks
         scales = 1.0, 1.0 / self.ranks
-        owns = self.compressor.keeps_gradient
+        owns = self.compressor.keeps_gradient  # as the PyTorch reducer does it
         context = Context(self.layouts[bucket], rank, self.ranks, self.step, *scales, owns)
         extra = {"moment": self.moments[bucket]} if self.compressor.uses_moments else {}
         if self.undoes:  # as the PyTorch engine does it
             self.before[bucket] = [x for _, x in leaves(self.states[bucket])]
             self.ops.keep(self.before[bucket])
-        self.gradients[bucket].index_fill_(0, self.padding[bucket], 0.0)  # as the reducer does it
         program = self.compressor.aggregate(
             self.ops, context, self.gradients[bucket], self.states[bucket], **extra
         )

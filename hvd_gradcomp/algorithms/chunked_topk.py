@@ -16,7 +16,6 @@ from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
 from hvd_gradcomp.core.cost_model import most_gathered
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
-from hvd_gradcomp.ops.interface.bitpack import GROUP
 
 MEANS = ("ranks", "contributors")
 
@@ -65,7 +64,7 @@ class ChunkedTopKCompressor(Clipping, Compressor):
     mean: str = "ranks"
     max_norm: float | None = None
 
-    block = GROUP
+    block = 1  # no padding: zeros are decoded as the mean of their bin, wherever they are
     keeps_gradient = True
 
     def __post_init__(self) -> None:
@@ -201,7 +200,7 @@ class ChunkedTopKCompressor(Clipping, Compressor):
     # -- reports -----------------------------------------------------------------------------
 
     def report(self, layout: Layout, state: Residual, steps: int, since: int = 0) -> Report:
-        share = self.places(layout.size).rows * self.k / layout.size
+        share = min(1.0, self.places(layout.size).rows * self.k / layout.size)
         return Report([round(size * share) * (steps - since) for size in layout.sizes], state.r)
 
     def residual(self, state: Residual) -> Tensor:

@@ -74,11 +74,11 @@ class SignumCompressor(Compressor):
             ahead = ops.scale(gradient, 1.0 - self.momentum)
             m = ops.accumulate(ahead, ops.times(state.m, self.momentum))
             zero = ops.cast(1 - ops.words((negative,)) * 2, "float32")
-            sign = ops.cast(ops.where(ops.where(m == 0, zero, m) < 0, -1.0, 1.0), "float16")
+            sign = ops.cast(ops.signs(ops.where(m == 0, zero, m), 1.0), "float16")
             healthy = ops.cast(patterns.poison(ops, finite), "float16")
             total = yield Allreduce(ops.concat((sign, healthy)), 1.0, 1.0)
             votes = patterns.strip_poison(ops, ops.cast(total, "float32"))
-            result = _within(ops, layers, _signs(ops, votes) * unit)
+            result = _within(ops, layers, ops.signs(votes, unit))
             return result, Momentum(ops.overwrite(state.m, m))
         m, codes = ops.momentum_signs(row_groups, state.m, gradient, self.momentum, negative)
         header = patterns.header_of(self, context, finite)
@@ -89,11 +89,6 @@ class SignumCompressor(Compressor):
         weights = patterns.weights_of(ops, plain, header)
         result, m = ops.majority(row_groups, bodies, weights, unit, m, state.m)
         return result, Momentum(m)
-
-
-def _signs(ops: Ops, x: Tensor) -> Tensor:
-    """Return 1, 0 or -1 for each element, as float32."""
-    return ops.cast(x > 0, "float32") - ops.cast(x < 0, "float32")
 
 
 def _within(ops: Ops, layers: Sequence[RowGroup], x: Tensor) -> Tensor:

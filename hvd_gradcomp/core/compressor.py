@@ -147,6 +147,7 @@ class Compressor(ABC):
         """Return the program of one bucket and step.
 
         `gradient` is [layout.size], zero outside the layers, and donated: the result may reuse it.
+        The result is zero there too, since frontends reuse it for the next gradient.
         """
 
     def check(self, layout: Layout) -> None:

@@ -136,16 +136,6 @@ class Layout:
         return tuple(runs)
 
     @cached_property
-    def padding(self) -> tuple[int, ...]:
-        """Return the indices that no layer fills.
-
-        >>> Layout(("a", "b"), ((3,), (2,)), block=4).padding
-        (3, 6, 7)
-        """
-        ends = [*(start for start, _ in self.runs[1:]), self.size]
-        return tuple(i for (_, stop), end in zip(self.runs, ends) for i in range(stop, end))
-
-    @cached_property
     def layer_of_block(self) -> tuple[int, ...]:
         """Return the layer of each block; the sink's block counts to the last layer."""
         layers: list[int] = []

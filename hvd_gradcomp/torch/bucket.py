@@ -50,7 +50,6 @@ class Bucket:
     views: list[torch.Tensor] = field(init=False)
     moment_views: list[torch.Tensor] = field(init=False)
     absent: set[int] = field(init=False)
-    _padding: torch.Tensor = field(init=False)
     runner: ProgramRunner | None = None
     sent: PendingCollective | None = None
     outcome: Inside | None = None
@@ -68,12 +67,6 @@ class Bucket:
         self._cut_views()
         self.moment_views = [] if self.moment is None else self.cut(self.moment)
         self.absent = set(range(len(self.parameters)))
-        self._padding = torch.tensor(self.layout.padding, device=self.flat.device).long()
-
-    def clear_padding(self) -> None:
-        """Make `flat` zero between the layers, where the last result may be something else."""
-        if len(self._padding):
-            self.flat.index_fill_(0, self._padding, 0.0)
 
     def _cut_views(self) -> None:
         self.views = self.cut(self.flat)

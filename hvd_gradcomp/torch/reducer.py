@@ -260,7 +260,6 @@ class Reducer:
         extra = {} if bucket.moment is None else {"moment": bucket.moment}
         if self.undoes or self.rollback:
             bucket.keep_before()
-        bucket.clear_padding()
         how = bucket.ops, context, bucket.flat, bucket.state
         with torch.no_grad():
             if place is None:
@@ -434,7 +433,7 @@ class Reducer:
         level = logging.DEBUG if expected else logging.WARNING
         LOGGER.log(level, "step left out (%d so far): %s", count, error)
         for bucket in self.buckets:
-            bucket.result = bucket.flat
+            bucket.result = bucket.flat.zero_()  # what lies between the layers has to stay 0
             for view in bucket.views:
                 view.fill_(float("nan"))
 

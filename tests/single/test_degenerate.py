@@ -18,12 +18,16 @@ from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
 from hvd_gradcomp.planning.description import describe
 from hvd_gradcomp.testing import World
-from tests.methods import EVERY, LEARNED, OUTSIDE
+from tests.methods import CODED, EVERY, LEARNED, OUTSIDE, PRODUCTS, ROUNDED, TODAY
 
 # With phases of a few steps, so that a short run sees them all.
 METHODS = [
     *EVERY,
     *OUTSIDE,
+    *TODAY,
+    *PRODUCTS,
+    *ROUNDED,
+    *CODED,
     *(
         replace(one, warmup_steps=1, sample_steps=2, compress_steps=3)
         if isinstance(one, GradiVeQCompressor)
@@ -56,6 +60,10 @@ def check(compressor, ops, shapes, ranks, bucket_bytes, draw, steps=7):
             for total in totals:
                 assert total.shape == (layout.size,) and np.isfinite(total).all()
                 assert np.array_equal(total, totals[0])
+                left = np.ones(layout.size, bool)
+                for start, stop in layout.runs:
+                    left[start:stop] = False
+                assert not total[left].any(), "between the layers"
         sent = one.report(layout, world.states[0], steps).sent
         sizes = dict(zip(layout.names, layout.sizes))
         stats = CompressionStats(steps=steps, layers=dict(zip(layout.names, sent)), sizes=sizes)

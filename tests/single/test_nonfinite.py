@@ -13,7 +13,19 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.methods import EVERY, LARGEST, LEADER, LEARNED, LINEAR, OUTSIDE, QUANTIZED, WORDS
+from tests.methods import (
+    EVERY,
+    LARGEST,
+    LEADER,
+    LEARNED,
+    LINEAR,
+    OUTSIDE,
+    PRODUCTS,
+    QUANTIZED,
+    ROUNDED,
+    TODAY,
+    WORDS,
+)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
@@ -76,7 +88,9 @@ def _arrived(compressor, gradient, fields):
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("compressor", EVERY + LEARNED + OUTSIDE, ids=repr)
+@pytest.mark.parametrize(
+    "compressor", EVERY + LEARNED + OUTSIDE + TODAY + PRODUCTS + ROUNDED[::3], ids=repr
+)
 def test_a_step_that_was_undone_leaves_no_trace(compressor, static):
     """Do as the PyTorch reducer does for `nonfinite="skip"`, by plain ops."""
     layout = Layout(("a", "b"), ((30, 20), (9,)), block=compressor.block)

@@ -277,7 +277,7 @@ static void clear_places(float *row, int64_t here, const int64_t *const *index, 
 
 /* out = base, or 0, + the weighted values of all ranks, rank by rank, at their places in each row.
  *
- * What lies beyond its row, or not before the last element, is left out; that becomes 0.
+ * What lies beyond its row, or beyond the last element, is left out.
  * index, values: of each rank, [rows, k]. Returns 0, or BEYOND if a place is negative.
  */
 int add_in_rows(const float *base, float *out, int64_t size, int64_t length, int64_t k,
@@ -311,6 +311,5 @@ int add_in_rows(const float *base, float *out, int64_t size, int64_t length, int
     }
     written_past();
   }
-  if (size) out[size - 1] = 0.0f;
   return negative ? BEYOND : 0;
 }

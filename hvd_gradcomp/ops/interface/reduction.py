@@ -168,7 +168,7 @@ class Reduction(Creation, Elementwise, Indexing):
     ) -> Tensor:
         """Return `base + sum over ranks of weight * values` at their places in rows.
 
-        What lies beyond its row, or not before the last element, is left out; that becomes 0.
+        What lies beyond its row, or beyond the last element, is left out.
 
         Args:
             base: float32 [size], rows of `length` one after another; None for zeros.
@@ -179,15 +179,16 @@ class Reduction(Creation, Elementwise, Indexing):
             weights: float32 [world].
         """
         total = self.clear(room) if base is None else self.overwrite(room, base)
-        sink = total.shape[0] - 1
+        size = total.shape[0]
         for rank, (own, added) in enumerate(zip(index, values)):
             first = self.reshape(self.arange(own.shape[0]) * length, (-1, 1))
             place = own + first
-            inside = self.reshape((own < length) & (place < sink), (-1,))
-            place = self.where(inside, self.reshape(place, (-1,)), sink)
-            added = self.where(inside, self.reshape(added * weights[rank], (-1,)), 0.0)
+            inside = self.reshape((own < length) & (place < size), (-1,))
+            place = self.where(inside, self.reshape(place, (-1,)), size - 1)
+            # Adding -0 changes nothing, a zero's sign neither.
+            added = self.where(inside, self.reshape(added * weights[rank], (-1,)), -0.0)
             total = self.add_at(total, place, added)
-        return self.clear_last(total)
+        return total
 
     def row_keys(self, x: Tensor) -> Tensor:
         """Return unique numbers that sort a row by |x|, and equal ones from the last; int64."""
