@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hvd_gradcomp import SparseGDCompressor
+from hvd_gradcomp import ChunkedTopKCompressor, SparseGDCompressor
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
@@ -45,3 +45,17 @@ def test_a_state_of_more_ranks_says_what_can_be_done(alone):
     saved["size"] = 2
     with pytest.raises(CheckpointError, match=r"sharded by 2 ranks.*load the parameters alone"):
         state.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("rollback", [True, False])
+def test_a_bucket_and_its_state_swap_the_same_memory(alone, rollback):
+    """A state that keeps the gradient's memory gives its own back, step after step."""
+    model = DistributedDataParallel(nn.Linear(300, 300))
+    compressor = ChunkedTopKCompressor(chunk=64, k=8)
+    state = ddp.compress(model, compressor, rollback=rollback)
+    (bucket,), seen = state._run.buckets, set()
+    for _ in range(8):
+        model.zero_grad()
+        model(torch.randn(4, 300)).sum().backward()
+        seen |= {bucket.flat.data_ptr(), bucket.state.r.data_ptr()}
+    assert len(seen) == (3 if rollback else 2)

@@ -94,7 +94,10 @@ class Base(Ops):
         if not self._kept or _place(x) not in self._kept:
             return x
         rooms = self._rooms.get((x.dtype, x.numel()))
-        return rooms.pop().view(x.shape) if rooms else torch.empty_like(x)
+        if not rooms:
+            return torch.empty_like(x)
+        room = rooms.pop()  # a view would keep another tensor alive, which counts as a reference
+        return room if room.shape == x.shape else room.view(x.shape)
 
     def own(self, x: Tensor) -> Tensor:
         """Return `room(x)` with the content of x, for ops that write to a part."""
