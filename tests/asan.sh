@@ -43,4 +43,4 @@ assert tensorflow.library()'
     tests/single/test_chunk_kernels.py tests/single/test_narrow_kernels.py \
     tests/single/test_index_coding.py tests/single/test_vote_kernels.py \
     tests/single/test_word_kernels.py tests/single/test_tile_kernels.py \
-    tests/single/test_factor_kernels.py "$@"
+    tests/single/test_factor_kernels.py tests/single/test_power_kernels.py "$@"

@@ -77,9 +77,11 @@ void expand_factors(const factored *matrices, int64_t count, const float *x, con
   for (int64_t number = 0; number <= count; number++) {
     const factored *m = matrices + number;
     const int64_t stop = number < count ? m->start : size;
-    memset(kept + done, 0, sizeof(float) * (size_t)(stop - done));
-    memcpy(total + done, between, sizeof(float) * (size_t)(stop - done));
-    between += stop - done;
+    if (stop > done) { /* of a vector without elements there may be no memory */
+      memset(kept + done, 0, sizeof(float) * (size_t)(stop - done));
+      memcpy(total + done, between, sizeof(float) * (size_t)(stop - done));
+      between += stop - done;
+    }
     if (number == count) break;
     float *turned = room, *other = room + m->columns * m->rank;
     turn(q, m->columns, m->rank, m->columns, turned);
