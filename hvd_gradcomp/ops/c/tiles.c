@@ -51,7 +51,7 @@ FAST static int is_clear(const float *x, int64_t n) {
   return !any;
 }
 
-/* out = y + factor * x */
+/* out = out + factor * x */
 FAST static void add_multiple(float *out, const float *x, float factor, int64_t n) {
   for (int64_t i = 0; i < n; i++) out[i] = out[i] + factor * x[i];
 }
