@@ -113,6 +113,16 @@ def other_default(request):
     torch.set_default_dtype(dtype)
 
 
+@pytest.fixture
+def one_process(tmp_path):
+    """`torch.distributed` over gloo, of one process."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="module")
 def one_rank():
     """Horovod of one rank, for the tests of a module.

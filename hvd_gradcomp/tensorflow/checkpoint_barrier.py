@@ -61,6 +61,7 @@ def _meet(process_set: Any) -> None:
         wait([begin, *_pending(messages, process_set)], return_when=FIRST_COMPLETED)
     del _begun[key]
     if begin.exception():
+        wait(messages.values(), PATIENCE)
         _pending(messages, process_set)  # raises the reason, if they have it
     begin.result()
     gathered = gather_objects([*messages], list[_Message], f"{_NAME}.words", process_set)
@@ -81,8 +82,11 @@ def _submit(
 def _pending(messages: dict[_Message, Future[Any]], process_set: Any) -> list[Future[Any]]:
     """Return the messages that are still pending; raise what other ranks have told with theirs.
 
-    Replies are read before errors: ranks that have told something may have ended since.
+    Replies are read before errors: ranks that have told something may have ended since. Then
+    nothing is on its way any more, but for replies that threads here have not handed over yet.
     """
+    if any(message.done() and message.exception() for message in messages.values()):
+        wait(messages.values(), PATIENCE)
     done = {message for message in messages.values() if message.done()}
     for message in sorted(done, key=lambda message: message.exception() is not None):
         _check(message.result(), process_set)

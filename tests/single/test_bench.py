@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -113,3 +115,18 @@ def test_what_is_shown(tmp_path):
     assert "5.0 ms in one process, 1.50 times" in curve.copies_take(result())
     curve.draw(result(), tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 10_000
+
+
+def test_rows_that_are_not_asked_for_stay(tmp_path, monkeypatch):
+    options = SimpleNamespace(
+        folder=tmp_path, only=["QSGD"], parts=["codecs"], threads=1, rounds=1, device="cpu"
+    )
+    asked = points.chosen(points.every(), options.only)[:1]
+    monkeypatch.setattr(curve, "codecs", lambda *_: [(asked[0], {"copies": 3.0})])
+    before = {"rows": {"another": {"method": "another"}, asked[0].name: {"method": "old"}}}
+    (tmp_path / "curve.json").write_text(json.dumps(before))
+    rows = curve.run(asked, options)["rows"]
+    assert rows["another"] == {"method": "another"}
+    assert rows[asked[0].name]["codec"] == {"copies": 3.0}
+    options.only = []
+    assert list(curve.run(asked, options)["rows"]) == [asked[0].name]

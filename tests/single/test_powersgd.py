@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch.distributed as dist
 
 from hvd_gradcomp import QSGDCompressor
 
 powersgd = pytest.importorskip("benchmarks.powersgd", exc_type=ImportError)
 
 
-@pytest.fixture
-def alone(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_bytes_of_a_step_are_counted_alike(alone):
+def test_bytes_of_a_step_are_counted_alike(one_process):
     matrices, vectors = ((64, 256), (256, 256), (256, 10)), 256 + 256 + 10
     dense = 4 * (sum(a * b for a, b in matrices) + vectors)
     found = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -14,14 +13,7 @@ from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 
 
-@pytest.fixture
-def alone(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_closed_connections_are_not_those_of_all_ranks(alone):
+def test_closed_connections_are_not_those_of_all_ranks(one_process):
     """To `torch.distributed` a group that is None means the user's own."""
     group = ProcessGroup()
     backend = C10dBackend(group, "bucket")
@@ -38,7 +30,7 @@ def test_closed_connections_are_not_those_of_all_ranks(alone):
             collective()
 
 
-def test_a_state_of_more_ranks_says_what_can_be_done(alone):
+def test_a_state_of_more_ranks_says_what_can_be_done(one_process):
     model = DistributedDataParallel(nn.Linear(3, 2))
     state = ddp.compress(model, SparseGDCompressor(density=0.5))
     saved = state.state_dict()
@@ -48,7 +40,7 @@ def test_a_state_of_more_ranks_says_what_can_be_done(alone):
 
 
 @pytest.mark.parametrize("rollback", [True, False])
-def test_a_bucket_and_its_state_swap_the_same_memory(alone, rollback):
+def test_a_bucket_and_its_state_swap_the_same_memory(one_process, rollback):
     """A state that keeps the gradient's memory gives its own back, step after step."""
     model = DistributedDataParallel(nn.Linear(300, 300))
     compressor = ChunkedTopKCompressor(chunk=64, k=8)

@@ -125,14 +125,6 @@ static int64_t rests_of(const uint32_t *highs, int64_t width, int64_t count, int
 #define bits_of_words(words, bits, count, word, places) (*(word) = 0)
 #endif
 
-void split_planes(const uint32_t *numbers, int planes, uint32_t *words) {
-  BEST(to_planes)(numbers, planes, words);
-}
-
-void join_planes(const uint32_t *words, int planes, int first, uint32_t *numbers) {
-  BEST(from_planes)(words, planes, first, numbers);
-}
-
 /* -- rows of ascending numbers ------------------------------------------------------------------ */
 
 /* low: of 32 numbers the last bits, as `bit_planes` packs them; high: a bit for each number. */

@@ -88,11 +88,6 @@ int topk_replace(const place *where, const form *as, const uint8_t *body, const 
 
 /* -- elias_fano.c -- */
 
-/* Bit `plane` of 32 numbers as one word, for each plane. */
-void split_planes(const uint32_t *numbers, int planes, uint32_t *words);
-/* Adds the number that the planes hold to each of 32, from bit `first` on. */
-void join_planes(const uint32_t *words, int planes, int first, uint32_t *numbers);
-
 int encode_ascending(const int64_t *numbers, int64_t rows, int64_t count, int64_t low,
                      int64_t width, int64_t *lows, int64_t *highs);
 void decode_ascending(const int64_t *lows, const int64_t *highs, int64_t rows, int64_t count,
@@ -148,6 +143,9 @@ void layer_histograms(const band *bands, int64_t layers, const float *x, int64_t
                       int64_t *counts, int threads);
 void reverse(const float *x, int64_t a, int64_t b, int64_t c, int64_t x_apart, float *out,
              int64_t out_apart, int past, int threads);
+/* Codes of up to 8 bits as planes: of 32 numbers bit `plane` is one word; n is a multiple of 32. */
+void pack_codes(const uint8_t *codes, int64_t n, int bits, uint32_t *words);
+void unpack_codes(const uint32_t *words, int64_t n, int bits, uint8_t *codes);
 uint32_t weighted_sum(const uint32_t *words, int64_t first, int64_t stop, int threads);
 uint32_t frame_sum(const uint32_t *words, int64_t count, const uint32_t *body, int64_t n,
                    int threads);

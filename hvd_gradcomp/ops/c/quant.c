@@ -303,11 +303,11 @@ __attribute__((target("avx512bw,avx512vl"))) static void unpack_avx512(const uin
 }
 #endif
 
-static void pack_codes(const uint8_t *codes, int64_t n, int bits, uint32_t *words) {
+void pack_codes(const uint8_t *codes, int64_t n, int bits, uint32_t *words) {
   BEST(pack)(codes, n, bits, words);
 }
 
-static void unpack_codes(const uint32_t *words, int64_t n, int bits, uint8_t *codes) {
+void unpack_codes(const uint32_t *words, int64_t n, int bits, uint8_t *codes) {
 #ifdef __x86_64__
   if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) {
     unpack_avx512(words, n, bits, codes);
