@@ -180,4 +180,11 @@ fi
 
 "$python" -m pip install --quiet --no-deps --force-reinstall "$store"/horovod-*.whl
 "$python" -m pip install --quiet cloudpickle psutil pyyaml packaging cffi
+# Ranks delete the addresses of a scope once all of them are connected in it. Horovod then forgets
+# who is connected in other scopes too, whose addresses stay: after hvd.shutdown() and hvd.init()
+# over gloo a rank may read another's old address, and is refused there, or waits in vain. This is
+# Python, and mended where it is installed, so that wheels of earlier builds serve.
+installed=$("$python" -c 'import importlib.util as u; print(u.find_spec("horovod").origin)')
+sed -i 's/self\.server\.finished_list\.clear()/self.server.finished_list[scope].clear()/' \
+    "$(dirname "$installed")/runner/http/http_server.py"
 echo "Horovod $version installed from $store"
