@@ -24,6 +24,11 @@ static inline void fetch_after(const float *x) {
   __builtin_prefetch((const void *)((uintptr_t)x + sizeof(float) * (NEAR + 16)), 0, 2);
 }
 
+/* Fetches codes that are read soon: of several ranks, they come too late by themselves. */
+static inline void fetch_ahead(const uint8_t *codes) {
+  __builtin_prefetch((const void *)((uintptr_t)codes + 2048), 0, 3);
+}
+
 /* -- momentum ------------------------------------------------------------------------------ */
 
 FAST void add_momentum(float *r, float *u, const float *r0, const float *u0, const float *g,
@@ -289,6 +294,38 @@ AVX2 static void unpack_avx2(const uint32_t *words, int64_t n, int bits,
   }
 }
 
+#define GFNI __attribute__((target("avx2,gfni")))
+#define HAS_GFNI (__builtin_cpu_supports("gfni") && __builtin_cpu_supports("avx2"))
+
+/* Transposes squares of 8 x 8 bits, whose last row comes first. */
+GFNI static inline __m256i transposed(__m256i squares) {
+  const __m256i columns = _mm256_set1_epi64x((long long)0x8040201008040201ull);
+  return _mm256_gf2p8affine_epi64_epi8(columns, squares, 0);
+}
+
+GFNI static inline __m256i unpacked_bytes(const uint32_t *words) {
+  const __m256i rows = _mm256_setr_epi8(12, 8, 4, 0, 13, 9, 5, 1, 14, 10, 6, 2, 15, 11, 7, 3, 12, 8,
+                                        4, 0, 13, 9, 5, 1, 14, 10, 6, 2, 15, 11, 7, 3);
+  const __m256i squares = _mm256_setr_epi32(4, 0, 5, 1, 6, 2, 7, 3);
+  const __m256i v = _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i *)words), rows);
+  return transposed(_mm256_permutevar8x32_epi32(v, squares));
+}
+
+GFNI static void pack_bytes_gfni(const uint8_t *codes, int64_t n, uint32_t *words) {
+  const __m256i last_first = _mm256_setr_epi8(7, 6, 5, 4, 3, 2, 1, 0, 15, 14, 13, 12, 11, 10, 9, 8,
+                                              7, 6, 5, 4, 3, 2, 1, 0, 15, 14, 13, 12, 11, 10, 9, 8);
+  const __m256i halves = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+  const __m256i planes = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0, 4,
+                                          8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  for (int64_t i = 0; i < n; i += GROUP) {
+    const __m256i v = _mm256_loadu_si256((const __m256i *)(codes + i));
+    const __m256i square = transposed(_mm256_shuffle_epi8(v, last_first));
+    _mm256_storeu_si256(
+        (__m256i *)(words + i / 4),
+        _mm256_shuffle_epi8(_mm256_permutevar8x32_epi32(square, halves), planes));
+  }
+}
+
 __attribute__((target("avx512bw,avx512vl"))) static void unpack_avx512(const uint32_t *words,
                                                                         int64_t n, int bits,
                                                                         uint8_t *codes) {
@@ -304,6 +341,12 @@ __attribute__((target("avx512bw,avx512vl"))) static void unpack_avx512(const uin
 #endif
 
 void pack_codes(const uint8_t *codes, int64_t n, int bits, uint32_t *words) {
+#ifdef __x86_64__
+  if (bits == 8 && HAS_GFNI) {
+    pack_bytes_gfni(codes, n, words);
+    return;
+  }
+#endif
   BEST(pack)(codes, n, bits, words);
 }
 
@@ -827,29 +870,29 @@ AVX2 static inline __m256i as_bytes(__m256i a, __m256i b, __m256i c, __m256i d) 
   return _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
 }
 
-AVX2 static inline __m256i eight_levels(const float *x, __m256 inverse, __m256 most,
-                                        __m256i levels) {
-  const __m256 value = _mm256_loadu_ps(x), zero = _mm256_setzero_ps();
-  const __m256 sign = _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MIN));
-  __m256 height = _mm256_mul_ps(_mm256_andnot_ps(sign, value), inverse);
-  height = _mm256_min_ps(_mm256_add_ps(height, _mm256_set1_ps(0.5f)), most);
-  const __m256i level = _mm256_cvttps_epi32(height);
-  const __m256i minus = _mm256_castps_si256(_mm256_cmp_ps(value, zero, _CMP_LT_OQ));
-  return _mm256_add_epi32(levels, _mm256_sub_epi32(_mm256_xor_si256(level, minus), minus));
+/* Eight values to their nearest levels, with their signs; what is far below is not yet cut off. */
+AVX2 static inline __m256i eight_levels(const float *x, __m256 inverse, __m256 most) {
+  const __m256 value = _mm256_mul_ps(_mm256_loadu_ps(x), inverse);
+  const __m256 sign = _mm256_and_ps(value, _mm256_castsi256_ps(_mm256_set1_epi32(INT32_MIN)));
+  const __m256 half = _mm256_or_ps(sign, _mm256_set1_ps(0.5f));
+  return _mm256_cvttps_epi32(_mm256_min_ps(_mm256_add_ps(value, half), most));
 }
 
 AVX2 static void nearest_levels_avx2(const float *x, int64_t n, float inverse, int levels,
                                      uint8_t *codes) {
   const __m256 factor = _mm256_set1_ps(inverse), most = _mm256_set1_ps((float)levels);
-  const __m256i zero = _mm256_set1_epi32(levels);
+  const __m256i middle = _mm256_set1_epi8((char)levels), least = _mm256_set1_epi8((char)-levels);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* lanes as they were loaded */
   int64_t i = 0;
   for (; i + GROUP <= n; i += GROUP) {
     fetch_after(x + i);
+    const __m256i low = _mm256_packs_epi32(eight_levels(x + i, factor, most),
+                                           eight_levels(x + i + 8, factor, most));
+    const __m256i high = _mm256_packs_epi32(eight_levels(x + i + 16, factor, most),
+                                            eight_levels(x + i + 24, factor, most));
+    const __m256i all = _mm256_max_epi8(_mm256_packs_epi16(low, high), least);
     _mm256_storeu_si256((__m256i *)(codes + i),
-                        as_bytes(eight_levels(x + i, factor, most, zero),
-                                 eight_levels(x + i + 8, factor, most, zero),
-                                 eight_levels(x + i + 16, factor, most, zero),
-                                 eight_levels(x + i + 24, factor, most, zero)));
+                        _mm256_permutevar8x32_epi32(_mm256_add_epi8(all, middle), order));
   }
   nearest_levels_plainly(x + i, n - i, inverse, levels, codes + i);
 }
@@ -1138,6 +1181,7 @@ AVX2 static void sum_levels_avx2(const float *base, float *out, int64_t from, in
       sums[part] = base ? _mm256_loadu_ps(base + at + 8 * part) : _mm256_setzero_ps();
     for (int64_t rank = 0; rank < ranks; rank++) {
       const __m256 unit = _mm256_set1_ps(units[rank]), weight = _mm256_set1_ps(weights[rank]);
+      fetch_ahead(codes + rank * stride + word);
       unpack_bytes_avx2((const uint32_t *)(codes + rank * stride + word), GROUP, here);
       for (int part = 0; part < 4; part++) {
         const __m128i eight = _mm_loadl_epi64((const __m128i *)(here + 8 * part));
@@ -1148,6 +1192,39 @@ AVX2 static void sum_levels_avx2(const float *base, float *out, int64_t from, in
     }
     for (int part = 0; part < 4; part++) store_eight(out + at + 8 * part, sums[part], past);
   }
+}
+
+__attribute__((target("avx512f,avx512bw,avx512vl,gfni"))) static void sum_levels_avx512(
+    const float *base, float *out, int64_t from, int64_t to, int64_t ranks, const uint8_t *codes,
+    int64_t stride, const float *units, const float *weights, int past) {
+  const int levels = 127;
+  const __m512i middle = _mm512_set1_epi32(levels);
+  int64_t whole = from;
+  if (from % GROUP == 0 && (uintptr_t)out % 64 == 0) whole = from + (to - from) / GROUP * GROUP;
+  for (int64_t at = from; at < whole; at += GROUP) {
+    __m512 first = base ? _mm512_loadu_ps(base + at) : _mm512_setzero_ps();
+    __m512 second = base ? _mm512_loadu_ps(base + at + 16) : _mm512_setzero_ps();
+    for (int64_t rank = 0; rank < ranks; rank++) {
+      const __m512 unit = _mm512_set1_ps(units[rank]), weight = _mm512_set1_ps(weights[rank]);
+      fetch_ahead(codes + rank * stride + at);
+      const __m256i here = unpacked_bytes((const uint32_t *)(codes + rank * stride + at));
+      const __m512i low = _mm512_cvtepu8_epi32(_mm256_castsi256_si128(here));
+      const __m512i high = _mm512_cvtepu8_epi32(_mm256_extracti128_si256(here, 1));
+      const __m512 lower = _mm512_cvtepi32_ps(_mm512_sub_epi32(low, middle));
+      const __m512 upper = _mm512_cvtepi32_ps(_mm512_sub_epi32(high, middle));
+      first = _mm512_add_ps(first, _mm512_mul_ps(_mm512_mul_ps(lower, unit), weight));
+      second = _mm512_add_ps(second, _mm512_mul_ps(_mm512_mul_ps(upper, unit), weight));
+    }
+    if (past) {
+      _mm512_stream_ps(out + at, first);
+      _mm512_stream_ps(out + at + 16, second);
+    } else {
+      _mm512_storeu_ps(out + at, first);
+      _mm512_storeu_ps(out + at + 16, second);
+    }
+  }
+  if (whole < to)
+    sum_levels_avx2(base, out, whole, to, ranks, codes, stride, units, weights, past);
 }
 
 /* The same of all groups in [begin, stop), and the base between them; a unit is `factor` scales. */
@@ -1184,7 +1261,8 @@ void add_levels(const band *bands, int64_t count, const float *base, float *out,
     walk w = walk_from(bands, count, begin);
 #ifdef __x86_64__
     if (bits == 8 && ranks <= FEW && __builtin_cpu_supports("avx2")) {
-      sum_groups(sum_levels_avx2, w, base, out, begin, stop, ranks, (const uint8_t *)words,
+      int wide = HAS_GFNI && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+      sum_groups(wide ? sum_levels_avx512 : sum_levels_avx2, w, base, out, begin, stop, ranks, (const uint8_t *)words,
                  4 * word_stride, scale, scale_stride, (float)(1.0 / levels), weights,
                  base != out && 4 * n >= MUCH);
       begin = stop;
@@ -1438,6 +1516,7 @@ AVX2 static int32_t sum_bfloat16_avx2(const float *base, float *out, int64_t n, 
     __m256 sum = base ? _mm256_loadu_ps(base + i) : _mm256_setzero_ps();
     for (int64_t rank = 0; rank < ranks; rank++) {
       const __m128i eight = _mm_loadu_si128((const __m128i *)(codes + rank * stride + 2 * i));
+      if (i % 32 == 0) fetch_ahead(codes + rank * stride + 2 * i);
       const __m256 value = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(eight), 16));
       sum = _mm256_add_ps(sum, _mm256_mul_ps(value, _mm256_set1_ps(weights[rank])));
     }
@@ -1496,6 +1575,7 @@ __attribute__((target("avx2,f16c"))) static void sum_e4m3_avx2(
     __m256 sum = base ? _mm256_loadu_ps(base + at) : _mm256_setzero_ps();
     for (int64_t rank = 0; rank < ranks; rank++) {
       const __m128i eight = _mm_loadl_epi64((const __m128i *)(codes + rank * stride + at));
+      if ((at - from) % 64 == 0) fetch_ahead(codes + rank * stride + at);
       const __m128i code = _mm_cvtepu8_epi16(eight);
       const __m128i half = _mm_or_si128(_mm_and_si128(_mm_slli_epi16(code, 8), sign),
                                         _mm_and_si128(_mm_slli_epi16(code, 7), rest));
@@ -1508,6 +1588,32 @@ __attribute__((target("avx2,f16c"))) static void sum_e4m3_avx2(
   begin_sum(out, base, at, to);
   for (int64_t rank = 0; rank < ranks; rank++)
     add_e4m3_plainly(out + at, codes + rank * stride + at, to - at, units[rank], weights[rank]);
+}
+
+__attribute__((target("avx512f,avx2,f16c"))) static void sum_e4m3_avx512(
+    const float *base, float *out, int64_t from, int64_t to, int64_t ranks, const uint8_t *codes,
+    int64_t stride, const float *units, const float *weights, int past) {
+  const __m256i sign = _mm256_set1_epi16((int16_t)0x8000), rest = _mm256_set1_epi16(127 << 7);
+  int64_t at = from;
+  const int wide = past && (uintptr_t)(out + from) % 64 == 0;
+  for (; at + 16 <= to; at += 16) {
+    __m512 sum = base ? _mm512_loadu_ps(base + at) : _mm512_setzero_ps();
+    for (int64_t rank = 0; rank < ranks; rank++) {
+      const uint8_t *own = codes + rank * stride + at;
+      const __m256i code = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)own));
+      if ((at - from) % 64 == 0) fetch_ahead(own);
+      const __m256i half = _mm256_or_si256(_mm256_and_si256(_mm256_slli_epi16(code, 8), sign),
+                                           _mm256_and_si256(_mm256_slli_epi16(code, 7), rest));
+      __m512 value = _mm512_mul_ps(_mm512_cvtph_ps(half), _mm512_set1_ps(256.0f));
+      value = _mm512_mul_ps(value, _mm512_set1_ps(units[rank]));
+      sum = _mm512_add_ps(sum, _mm512_mul_ps(value, _mm512_set1_ps(weights[rank])));
+    }
+    if (wide)
+      _mm512_stream_ps(out + at, sum);
+    else
+      _mm512_storeu_ps(out + at, sum);
+  }
+  if (at < to) sum_e4m3_avx2(base, out, at, to, ranks, codes, stride, units, weights, past);
 }
 #endif
 
@@ -1541,7 +1647,8 @@ int add_floats(const band *bands, int64_t count, const float *base, float *out, 
     }
     if (bits == 8 && !checks && ranks <= FEW && __builtin_cpu_supports("avx2") &&
         __builtin_cpu_supports("f16c")) {
-      sum_groups(sum_e4m3_avx2, w, base, out, begin, stop, ranks, codes, code_stride, unit,
+      sum_of_group *sum = __builtin_cpu_supports("avx512f") ? sum_e4m3_avx512 : sum_e4m3_avx2;
+      sum_groups(sum, w, base, out, begin, stop, ranks, codes, code_stride, unit,
                  unit_stride, 1.0f, weights, base != out && 4 * n >= MUCH);
       begin = stop;
     }
