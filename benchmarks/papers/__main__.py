@@ -3,6 +3,7 @@
     make papers ARGS=--list                     # the parts: claims, settings, minutes
     make papers ARGS="--parts variance"         # one of them; what is there is not run again
     python -m benchmarks.papers --seeds 3       # all that is missing of three seeds
+    make papers ARGS="--long --parts variance"  # 16 times as many steps, on docs/papers-long.md
     python -m benchmarks.papers --show          # the page and the figures anew, no training
 
 Each row is written when it is done, to a file a part in `--folder`, so a run that is stopped goes
@@ -24,10 +25,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.papers import data, page
-from benchmarks.papers.parts import Found, Part, Row, Scale
+from benchmarks.papers.parts import AT_LENGTH, Found, Part, Row, Scale
 from benchmarks.papers.registry import PARTS
 
 FOLDER, PAGE = Path("docs/measured/papers"), Path("docs/papers.md")
+LONG_FOLDER, LONG_PAGE = Path("docs/measured/papers-long"), Path("docs/papers-long.md")
 
 
 def main() -> int:
@@ -60,6 +62,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", default="2,4,8", help="only rows on so many ranks, with commas")
     parser.add_argument("--images", type=int, default=Scale().images, help="to train on")
     parser.add_argument("--epochs", type=int, default=Scale().epochs)
+    parser.add_argument(
+        "--long",
+        action="store_true",
+        help=f"{AT_LENGTH.images} images, {AT_LENGTH.epochs} epochs, in a folder and on a page of "
+        "their own; hours",
+    )
     parser.add_argument("--again", action="store_true", help="also rows that are there")
     parser.add_argument("--show", action="store_true", help="trains nothing, writes the page")
     parser.add_argument("--data", type=Path, help="a folder in the place of Debian's packages")
@@ -68,6 +76,9 @@ def arguments() -> argparse.Namespace:
         "--page", type=Path, help=f"{PAGE}, or in another --folder if that is given"
     )
     options = parser.parse_args()
+    if options.long:
+        options.images, options.epochs = AT_LENGTH.images, AT_LENGTH.epochs
+        options.folder, options.page = LONG_FOLDER, LONG_PAGE
     options.parts = options.parts.split(",")
     unknown = [name for name in options.parts if name not in PARTS]
     if unknown:

@@ -6,6 +6,9 @@ from typing import Any
 
 from benchmarks.papers.models import WIDTHS
 from benchmarks.papers.parts import (
+    AS_GOOD,
+    FRACTION,
+    NEAR,
     NOT_RUN,
     Claim,
     Found,
@@ -91,8 +94,9 @@ def beside_none(found: Found, key: str, what: str, paper: float, ratio: float) -
             f"{what}, {row.ranks} ranks: accuracy beside none",
             f"{paper:+.2f} points",
             said(gap, "{:+.2f} points"),
-            None if gap is None else gap >= min(paper, 0.0) - 0.5,
+            None if gap is None else gap >= min(paper, 0.0) - AS_GOOD,
             _parted(found),
+            gap is not None and gap >= min(paper, 0.0) - NEAR,
         ),
         Claim(
             f"{what}, {row.ranks} ranks: bytes while codes travel",
@@ -100,6 +104,7 @@ def beside_none(found: Found, key: str, what: str, paper: float, ratio: float) -
             by_rank(found[key]) or NOT_RUN,
             None if reached is None else reached >= ratio / 2,
             _first(found),
+            reached is not None and reached >= ratio / FRACTION,
         ),
     ]
 
@@ -190,13 +195,14 @@ def claims(found: Found) -> list[Claim]:
 def _compared(found: Found, ring: str, other: str, ranks: int, paper: str) -> Claim:
     gap = found.away(ring, other)
     ratios = [found.middle(key, "late_ratio") for key in (ring, other)]
-    holds = None if gap is None else ratios[0] > ratios[1] and gap >= -0.5
+    holds = None if gap is None else ratios[0] > ratios[1] and gap >= -AS_GOOD
     return Claim(
         f"the ring sends less than ScaleCom and is as accurate, {ranks} ranks",
         paper or "no number",
         f"{times(ratios[0])} beside {times(ratios[1])}, {said(gap, '{:+.2f} points')}",
         holds,
         _first(found),
+        gap is not None and ratios[0] > ratios[1] and gap >= -NEAR,
     )
 
 

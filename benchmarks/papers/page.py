@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.papers.parts import NOT_RUN, Found, Part, Result, Row, middle, times
+from benchmarks.papers.parts import (
+    AT_LENGTH,
+    FRACTION,
+    NEAR,
+    NOT_RUN,
+    Claim,
+    Found,
+    Part,
+    Result,
+    Row,
+    Scale,
+    middle,
+    times,
+)
 from hvd_gradcomp.cli import style
 
-VERDICTS = {True: "holds", False: "**does not hold**", None: NOT_RUN}
+HOLDS = "holds"
+VERDICTS = {True: HOLDS, False: "**does not hold**", None: NOT_RUN}
+WEAKER = "in its direction"
 HEAD = """---
 hide-toc: true
 ---
 
-# The papers' claims, and what was measured
+# The papers' claims, {title}
 
 """
 HOW = """Each of the four papers was trained again, on data that anyone can get: 60,000 images of
@@ -23,13 +39,15 @@ clothes (Debian's `dataset-fashion-mnist`) and the King James Bible (`bible-kjv`
 stands beside what came out here. The page is written by the command below, from the rows that it
 has measured; what was not run says so.
 
-```{code-block} console
+```{{code-block}} console
 :class: target
 
-$ make papers ARGS=--list
-$ make papers ARGS="--parts variance --seeds 3"
-$ make papers
+$ make papers ARGS="{length}--list"
+$ make papers ARGS="{length}--parts variance --seeds 3"
+$ make papers{all}
 ```
+
+{other}
 
 """
 
@@ -38,10 +56,12 @@ def write(parts: Iterable[Part], folder: Path, target: Path) -> None:
     """Writes the page, and draws a figure for each part that has rows."""
     every = [Found(part, folder) for part in parts]
     target.parent.mkdir(parents=True, exist_ok=True)
+    every = [found for found in every if found.scale] or every
     for found in every:
         if any(found[row.key] for row in found.part.rows):
             draw(found, found.path.with_suffix(".png"))
-    target.write_text(text(every, Path(os.path.relpath(folder, target.parent))))
+    figures = Path(os.path.relpath(folder, target.parent))
+    target.write_text(text(every, figures, length_of(every)))
 
 
 def draw(found: Found, path: Path) -> None:
@@ -60,10 +80,30 @@ def draw(found: Found, path: Path) -> None:
         pyplot.close(figure)
 
 
-def text(every: Iterable[Found], figures: Path) -> str:
+def text(every: Iterable[Found], figures: Path, length: str = "") -> str:
+    """Return the page.
+
+    Args:
+        every: what was measured.
+        figures: where these are, from the page.
+        length: the command's arguments for trainings of this length, and a space.
+    """
     every = [*every]
-    sections = "".join(_section(found, figures) for found in every)
-    return HEAD + _summary(every) + HOW + _network(every) + sections
+    sections = "".join(_section(found, figures, length) for found in every)
+    head = HEAD.format(title="at length" if length else "and what was measured")
+    how = HOW.format(
+        length=length,
+        all=f' ARGS="{length.rstrip()}"' if length else "",
+        other="The same in short trainings, and more of them: [the papers' claims](papers.md)."
+        if length
+        else "Some of it in 16 times as many steps: [at length](papers-long.md).",
+    )
+    return head + _summary(every) + how + _network(every) + sections
+
+
+def length_of(every: Iterable[Found]) -> str:
+    """Return the command's argument for the length of what was measured, and a space."""
+    return "--long " if any(found.scale == AT_LENGTH for found in every) else ""
 
 
 # What the claims come down to, by part; how many hold is counted.
@@ -82,27 +122,41 @@ GISTS = {
     "far less, PowerSGD, Signum and DeMo lose least; Elias-Fano and 4 bits make 230 to 250 times "
     "fewer bytes of top-k's 75",
 }
+GISTS_AT_LENGTH: dict[str, str] = {}
 
 
 def _summary(every: list[Found]) -> str:
     """Counts the claims that hold, by part, before all else."""
-    lines, held, known = [], 0, 0
+    lines, total = [], Counter[str]()
     for found in every:
-        verdicts = [claim.holds for claim in found.part.claims(found)]
-        holding, checked = verdicts.count(True), len(verdicts) - verdicts.count(None)
-        held, known = held + holding, known + checked
-        gist = GISTS.get(found.part.name, "")
+        verdicts = Counter(verdict(claim) for claim in found.part.claims(found))
+        total += verdicts
+        checked = verdicts.total() - verdicts[NOT_RUN]
+        gist = (GISTS if found.scale == Scale() else GISTS_AT_LENGTH).get(found.part.name, "")
         anchor = re.sub(r"[^\w -]", "", found.part.title.lower()).replace(" ", "-")
         title = found.part.title.partition(" (")[0]
         if checked:
-            told = f"{holding} of {checked} hold" + (f": {gist}" if gist else "")
+            told = f"{verdicts[HOLDS]} of {checked} hold" + _weaker(verdicts)
+            told += f": {gist}" if gist else ""
             lines.append(f"- [{title}](#{anchor}): {told}.\n")
-    if not known:
+    if not lines:
         return ""
+    steps = next(found.scale.steps for found in every if found.scale)
     return (
-        f"**In short.** Of {known} claims {held} hold here, in short trainings of small networks."
-        f"\n\n{''.join(lines)}\n"
+        f"**In short.** Of {total.total() - total[NOT_RUN]} claims {total[HOLDS]} hold here"
+        f"{_weaker(total)}, in trainings of small networks of {steps:,} steps. A claim holds in "
+        f"its direction if accuracy is within {NEAR} points of it, or a ratio at least one part in "
+        f"{FRACTION} of it.\n\n{''.join(lines)}\n"
     )
+
+
+def verdict(claim: Claim) -> str:
+    """Return what the page says of a claim."""
+    return WEAKER if claim.holds is False and claim.weaker else VERDICTS[claim.holds]
+
+
+def _weaker(verdicts: Counter[str]) -> str:
+    return f", {verdicts[WEAKER]} in their direction" if verdicts[WEAKER] else ""
 
 
 def _network(every: list[Found]) -> str:
@@ -138,21 +192,21 @@ def _network(every: list[Found]) -> str:
     return "".join(lines)
 
 
-def _section(found: Found, figures: Path) -> str:
+def _section(found: Found, figures: Path, length: str) -> str:
     part = found.part
     done = [row for row in part.rows if found[row.key]]
     seeds = {len(found[row.key]) for row in done}
     several = " to ".join(str(n) for n in sorted({min(seeds), max(seeds)})) if seeds else "no"
     lines = [f"## {part.title}\n\n{part.settings}\n"]
     lines.append(
-        f'`make papers ARGS="--parts {part.name}"`: {len(done)} of {len(part.rows)} rows were run, '
-        f"with {several} seed{'' if several == '1' else 's'}.\n"
+        f'`make papers ARGS="{length}--parts {part.name}"`: {len(done)} of {len(part.rows)} rows '
+        f"were run, with {several} seed{'' if several == '1' else 's'}.\n"
     )
     claims = part.claims(found)
     lines.append(f"| claim | {part.source} | here | |\n|---|---|---|---|")
     for claim in claims:
         ours = claim.ours if re.search(r"\d", claim.ours) or NOT_RUN not in claim.ours else NOT_RUN
-        lines.append(f"| {claim.text} | {claim.paper} | {ours} | {VERDICTS[claim.holds]} |")
+        lines.append(f"| {claim.text} | {claim.paper} | {ours} | {verdict(claim)} |")
     reasons = dict.fromkeys(claim.why for claim in claims if claim.holds is False and claim.why)
     lines += [f"\n{why}" for why in reasons]
     heads = ["method", "ranks", *(["paper"] if _papers(part) else []), "here", "beside none"]

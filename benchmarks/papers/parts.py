@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 NOT_RUN = "not run"
+AS_GOOD, NEAR = 0.5, 1.5  # points of accuracy behind what is claimed: it holds, or its direction
+FRACTION = 5  # a ratio in the direction of the paper's is at least one of so many parts of it
 BATCH = 64  # of all ranks together
 Result = dict[str, Any]
 
@@ -89,15 +91,29 @@ class Scale:
         return self.epochs * (self.images // BATCH)
 
 
+AT_LENGTH = Scale(50_000, 8)
+
+
 @dataclass(frozen=True)
 class Claim:
-    """A sentence of a paper beside what was found; `holds` is None where it was not run."""
+    """A sentence of a paper beside what was found.
+
+    Attributes:
+        text: what is claimed.
+        paper: its number there.
+        ours: the number here.
+        holds: whether it holds; None where it was not run.
+        why: the reason where it does not hold.
+        weaker: whether that which is claimed is seen nonetheless, in its direction: accuracy
+            within `NEAR` points of the claim's, a ratio of one part in `FRACTION` of the paper's.
+    """
 
     text: str
     paper: str
     ours: str
     holds: bool | None
-    why: str = ""  # where it does not hold
+    why: str = ""
+    weaker: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +141,11 @@ class Found:
         self.content: dict[str, Any] = {"rows": []}
         if self.path.exists():
             self.content = json.loads(self.path.read_text())
+
+    @property
+    def length(self) -> str:
+        """Tell how long these trainings are."""
+        return f"{(self.scale or Scale()).steps:,} steps"
 
     @property
     def scale(self) -> Scale | None:

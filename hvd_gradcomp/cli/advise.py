@@ -22,8 +22,8 @@ from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.cost_model import Bucket, Dense, Link, Way
 from hvd_gradcomp.monitoring.probe import Reading
 from hvd_gradcomp.planning.description import brief
-from hvd_gradcomp.tuning import advice
-from hvd_gradcomp.tuning.advice import Case, Verdict
+from hvd_gradcomp.tuning import advice, fewer_exchanges
+from hvd_gradcomp.tuning.advice import Case, Span, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -133,6 +133,10 @@ def command(
     before a faster method, since the latter trained transformers worse. For the rest it says
     nothing about accuracy: `hvd-gradcomp compare` trains with each. Of a model of your own with a
     loss, probes say what is in its gradients.
+
+    Where an uncompressed exchange takes longer than forward and backward it also says how many
+    local steps reach a loss soonest: their time is predicted from the exchanges above, and how many
+    more steps they need is what one small transformer needed ("Is it worth it?" on the site).
     """
     options.check_png(png_path)
     horovod = options.started()
@@ -225,7 +229,8 @@ def command(
         everything = [(dense, times), *ways]
         gentle = not (trained_with is None or isinstance(trained_with, torch.optim.SGD))
         rows, verdict = _advice(everything, found, pass_, for_hosts or found.ranks, gentle)
-        content |= {"rows": rows, **_said(rows, verdict)}
+        seldom = _seldom([one.compressor for one, _ in everything], rows, pass_)
+        content |= {"rows": rows, **_said(rows, verdict), "local_steps": seldom}
         content["takes_over"] = trained_with is None and any(
             one.way.name == content["use"] and one.compressor.takes_momentum for one, _ in ways
         )
@@ -412,6 +417,29 @@ def _advice(
         one.way.name for one, _ in found if gentle and isinstance(one.compressor, _GENTLE)
     ]
     return rows, advice.decide(sending, link.bandwidth, quantizers)
+
+
+def _seldom(
+    compressors: Sequence[Compressor], rows: Sequence[dict[str, Any]], pass_: Backward
+) -> dict[str, Any] | None:
+    """Return the local steps to recommend, for JSON; None for an exchange in each step."""
+    exchanges = [Span(*(1e-3 * x for x in row["exchange_span_ms"])) for row in rows]
+    plain = Span(*(1e-3 * x for x in rows[0]["step_span_ms"]))
+    known = dict(zip(compressors[1:], exchanges[1:]))
+    compute = pass_.forward + pass_.seconds
+    choice = fewer_exchanges.choose(known, exchanges[0], plain, compute) if compute else None
+    return None if choice is None else seldom_of(choice)
+
+
+def seldom_of(choice: fewer_exchanges.Choice) -> dict[str, Any]:
+    """Convert recommended local steps for JSON."""
+    return {
+        "use": brief(choice.setting.compressor),
+        "every": choice.setting.every,
+        "step_span_ms": [1e3 * x for x in choice.step],
+        "steps_needed": list(choice.setting.steps),
+        "sooner": list(choice.sooner),
+    }
 
 
 def _elsewhere(

@@ -58,7 +58,21 @@ def text(advised: dict[str, Any], verdict: Verdict) -> str:
             "(--optimizer)."
         )
     parts.append(options.wrapped(told))
+    if advised["local_steps"]:
+        parts.append(options.wrapped(fewer(advised["local_steps"])))
     return "\n\n".join(parts)
+
+
+def fewer(choice: dict[str, Any]) -> str:
+    """Recommend local steps."""
+    low, _, high = choice["steps_needed"]
+    return (
+        f"Or exchange seldom: LocalSteps(every={choice['every']}, outer=OuterSGD(1, 0)) with "
+        f"{_written(choice['use'])}: a step takes {_span(choice['step_span_ms'], 'ms')} in the "
+        f"mean. A small transformer needed {low:.2f} to {high:.2f} times as many steps so; if "
+        f"yours does, it is at the same loss {_span(choice['sooner'], 'times')} sooner than "
+        "without compression. Try it: hvd-gradcomp compare."
+    )
 
 
 def probes(found: dict[str, Any]) -> str:

@@ -36,7 +36,8 @@ _MAKERS: dict[str, Callable[..., Any]] = {  # besides the compressor classes
 def usual(scale: float = 1.0) -> dict[str, Compressor]:
     """Return this package's methods by short name, with usual settings.
 
-    Those that end in "-coded" send the same elements in fewer bytes, for slow links.
+    Those that end in "-coded" send the same elements in fewer bytes, for slow links;
+    "chunked-topk-denser" is for local steps.
 
     Args:
         scale: root mean square of the gradients, the unit of thresholds: Hybrid's is a tenth of
@@ -65,6 +66,7 @@ def usual(scale: float = 1.0) -> dict[str, Compressor]:
         "fp8": hvd_gradcomp.FP8Compressor(),
         "int8": hvd_gradcomp.Int8Compressor(),
         "chunked-topk": hvd_gradcomp.ChunkedTopKCompressor(),
+        "chunked-topk-denser": hvd_gradcomp.ChunkedTopKCompressor(k=512, values="int4", decay=1),
         "powersgd": hvd_gradcomp.PowerSGDCompressor(),
         "acp-sgd": hvd_gradcomp.ACPSGDCompressor(),
         "demo": hvd_gradcomp.DeMoCompressor(),

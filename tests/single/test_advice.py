@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import statistics
+from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from hypothesis import strategies as st
 
 from hvd_gradcomp import (
     DGCCompressor,
+    Int8Compressor,
     QSGDCompressor,
     SparseGDCompressor,
     VarianceCompressor,
@@ -19,6 +24,7 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.cli import advise, advised, options
 from hvd_gradcomp.planning.description import brief
+from hvd_gradcomp.tuning import fewer_exchanges
 from hvd_gradcomp.tuning.advice import (
     ERROR,
     WORTH,
@@ -33,6 +39,7 @@ from hvd_gradcomp.tuning.advice import (
     step_of,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 seconds = st.floats(1e-4, 10)
 rounds = st.one_of(st.just([]), st.lists(seconds, min_size=5, max_size=12))
 HERE = 1e9
@@ -250,3 +257,55 @@ def test_probes_are_explained(shared, all_of_it):
     )
     assert ("the same batches" in told) == all_of_it
     assert ("0.2 bits are shared by chance" in told) == (shared is not None)
+
+
+def around(seconds):
+    """Give a tenth to both sides."""
+    return Span(0.9 * seconds, seconds, 1.1 * seconds)
+
+
+def test_local_steps_are_worth_it_where_exchanges_take_most_of_a_step():
+    """With 10 ms of computing: 8 bits every 15 steps where an exchange takes ten times as long."""
+    exchanges = {setting.compressor: around(0.03) for setting in fewer_exchanges.SETTINGS}
+    choice = fewer_exchanges.choose(exchanges, around(0.1), around(0.11), 0.01)
+    assert (choice.setting.compressor, choice.setting.every) == (Int8Compressor(), 15)
+    assert choice.step.middle == pytest.approx(0.01 + 0.03 / 15)
+    needed = choice.setting.steps.middle
+    assert choice.sooner.middle == pytest.approx(0.11 / (choice.step.middle * needed))
+    assert choice.sooner.low < choice.sooner.middle < choice.sooner.high
+    text = advised.fewer(advise.seldom_of(choice))
+    assert "LocalSteps(every=15, outer=OuterSGD(1, 0)) with Int8Compressor()" in text
+    assert fewer_exchanges.choose({}, around(0.1), around(0.11), 0.01) is None
+    assert fewer_exchanges.choose(exchanges, around(0.009), around(0.019), 0.01) is None
+    slow = {setting.compressor: around(1.0) for setting in fewer_exchanges.SETTINGS}
+    assert fewer_exchanges.choose(slow, around(0.1), around(0.11), 0.01) is None
+
+
+@pytest.mark.parametrize("ratio", [0.3, 1.0, 3.0, 10.0, 30.0])
+def test_what_is_advised_is_within_a_fifth_of_the_best_that_was_measured(ratio):
+    """Of ways between two hosts, by how communication-bound a step is; at 0.3 none is advised."""
+    measured = json.loads((ROOT / "docs/measured/worth-transformer.json").read_text())
+    compute = measured["compute_ms"]
+    ms = {row["way"]: row["ms"] for row in measured["time"] if row["ratio"] == ratio}
+    steps = defaultdict(list)
+    for row in measured["train"]:
+        steps[row["way"]].append(row["steps"])
+    goal = measured["goal"]
+    sooner = {
+        way: ms["stock"] / each * goal / statistics.median(steps[way])
+        for way, each in ms.items()
+        if steps[way] and None not in steps[way]
+    }
+    ways = dict(zip(fewer_exchanges.SETTINGS, ("local-int8-5", "local-int8", "denser-5")))
+    exchanges = {}
+    for setting, way in ways.items():
+        assert setting.steps == Span(
+            min(steps[way]) / goal, statistics.median(steps[way]) / goal, max(steps[way]) / goal
+        )
+        exchanges.setdefault(setting.compressor, around((ms[way] - compute) * setting.every))
+    dense = around(ms["stock"] - compute)
+    choice = fewer_exchanges.choose(exchanges, dense, around(ms["stock"]), compute)
+    if ratio == 0.3:
+        assert choice is None
+        return
+    assert max(sooner.values()) <= 1.2 * sooner[ways[choice.setting]]

@@ -137,6 +137,34 @@ def test_the_page_of_the_site_is_that_of_its_measurements():
     )
 
 
+def test_the_page_of_long_trainings_is_that_of_its_measurements():
+    every = [Found(part, ROOT / papers.LONG_FOLDER) for part in PARTS.values()]
+    every = [found for found in every if found.scale]
+    text = page.text(every, Path("measured/papers-long"), page.length_of(every))
+    assert text == (ROOT / papers.LONG_PAGE).read_text(), (
+        "run python -m benchmarks.papers --long --show"
+    )
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "ratio", "verdicts"),
+    [
+        (78.5, 27.0, ["holds", "holds"]),
+        (77.5, 11.0, ["in its direction", "in its direction"]),
+        (77.0, 10.0, ["**does not hold**", "**does not hold**"]),
+    ],
+)
+def test_a_claim_holds_in_its_direction(tmp_path, accuracy, ratio, verdicts):
+    """The paper: 1.4 points behind none, at 52.4 elements for one that is sent."""
+    found = Found(PARTS["variance"], tmp_path)
+    found.add(found.part.row("sgd/none"), Scale(), 1, result(80.0, 1.0))
+    found.add(found.part.row("sgd/variance-1"), Scale(), 1, result(accuracy, ratio))
+    claims = {claim.text: claim for claim in found.part.claims(found)}
+    name = "Variance, alpha 1, momentum SGD: "
+    both = ("accuracy beside none", "elements for one that is sent")
+    assert [page.verdict(claims[name + what]) for what in both] == verdicts
+
+
 def test_data_of_a_folder(tmp_path):
     write(tmp_path, train=50, test=20)
     data.install(tmp_path)
