@@ -174,6 +174,7 @@ TODAY: list[Compressor] = [
     CHUNKED,
     ChunkedTopKCompressor(chunk=32, k=4, values="int8", decay=1.0, mean="contributors"),
     ChunkedTopKCompressor(chunk=32, k=4, values="sign", max_norm=1.0),
+    ChunkedTopKCompressor(chunk=32, k=4, values="int8", exchange="two_shot"),
     RandomKCompressor(density=0.25),
     RandomKCompressor(density=0.125, feedback=False, seed=3),
     EFSignSGDCompressor(),

@@ -56,6 +56,14 @@ METHODS = {
     "signum": Method("SignumCompressor()", signs=True),
     "demo": Method("DeMoCompressor()", signs=True),
 }
+EIGHT = "8/"  # at the beginning of a key: on 8 ranks
+ON_EIGHT = {
+    "none": Method(),
+    "chunked": Method("ChunkedTopKCompressor()"),
+    "owned": Method("ChunkedTopKCompressor(exchange='two_shot')"),
+    "owned-denser": Method("ChunkedTopKCompressor(k=256, exchange='two_shot')"),
+    "owned-lossless": Method("ChunkedTopKCompressor(values='int8', decay=1, exchange='two_shot')"),
+}
 STEPS = 300  # of the transformer, at the scale of the other parts
 NARROW = ("bf16", "fp8", "int8", "natural", "qsgd")
 NEAR = {"": 0.02, "vgg/": 0.5}  # nats; points of accuracy
@@ -90,7 +98,18 @@ def rows() -> list[Row]:
         )
         for key, method in METHODS.items()
     ]
-    return transformers + networks
+    on_eight = [
+        replace(
+            transformers[0],
+            key=EIGHT + key,
+            title=method.title,
+            compressor=method.compressor,
+            ranks=8,
+            base=EIGHT + "none",
+        )
+        for key, method in ON_EIGHT.items()
+    ]
+    return transformers + networks + on_eight
 
 
 def _behind(found: Found, key: str, other: str, expected: str, where: str = "") -> Claim:
@@ -147,6 +166,20 @@ def claims(found: Found) -> list[Claim]:
         every.append(_behind(found, "power", "chunked", more, where))
         every.append(_behind(found, "acp", "power", fewer, where))
         every.append(_behind(found, "sparse-gd", "random-k", more, where))
+    for key, expected in (
+        ("owned", "a quarter of the bytes received, as little loss"),
+        ("owned-denser", "as many bytes received, as little loss"),
+    ):
+        losses = [found.away(EIGHT + each) for each in (key, "chunked")]
+        every.append(
+            Claim(
+                f"{ON_EIGHT[key].title} is within 0.02 nats of {ON_EIGHT['chunked'].title} on 8 "
+                "ranks",
+                expected,
+                f"{said(losses[0], '{:+.3f}')} beside {said(losses[1], '{:+.3f}')}",
+                None if None in losses else losses[0] <= losses[1] + NEAR[""],
+            )
+        )
     return every
 
 

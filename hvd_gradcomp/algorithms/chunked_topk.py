@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, ClassVar
 
 from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.elias_fano import EliasFano
 from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.codecs.values import VALUES, ValueCoding
 from hvd_gradcomp.core import patterns, validate, wire
-from hvd_gradcomp.core.collectives import Allgather
+from hvd_gradcomp.core.collectives import Allgather, Alltoall
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
 from hvd_gradcomp.core.cost_model import most_gathered
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 MEANS = ("ranks", "contributors")
+EXCHANGES = ("auto", "allgather", "two_shot")
 
 
 @dataclass(frozen=True, repr=False)
@@ -29,8 +31,14 @@ class ChunkedTopKCompressor(Clipping, Compressor):
     values as `values` says, their places by Elias-Fano. What was decoded is subtracted from r.
     No search runs over a layer, and a payload has one size.
 
+    Exchange: by "allgather" each rank receives the payloads of all others. In two shots, as Ok-Topk
+    does it (Li and Hoefler 2022), each rank owns a share of the chunks: it sums what all send of
+    them, and sends on the k largest of each chunk of the sum. What is left out stays in its r. A
+    rank then receives less than two payloads, with any number of ranks, and each element of the
+    result comes from k a chunk, not from k of each rank.
+
     What travels: with the defaults 8 bits for a place and 2 for a value, 203 times fewer bytes than
-    float32; by allgather. If a rank would receive more bytes than with dense gradients (from some
+    float32. If a rank would receive more bytes than with dense gradients (from some
     400 ranks on), 4 bytes for each element of the bucket, by allreduce; not with
     mean="contributors". State: `r`, 4 bytes for each element.
 
@@ -43,12 +51,16 @@ class ChunkedTopKCompressor(Clipping, Compressor):
             `kept + sent = decay * before + gradient`, and gradients are not sent in full.
         mean: "ranks", the mean over all ranks; or "contributors", the mean over those that sent
             the element.
+        exchange: "allgather", "two_shot", or "auto": the one that moves fewer bytes, from 3 ranks
+            on in two shots. Buckets with fewer chunks than ranks, and the mean over contributors,
+            go by allgather.
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating; positive; smaller clips more. None clips
             nothing.
 
     Differs from the published code: a place takes 8 bits, not 12 or 64, and a value its 2 bits, not
-    a byte; chunks run through the whole bucket.
+    a byte; chunks run through the whole bucket. From Ok-Topk: chunks, of which each sends as many,
+    take the place of its thresholds and of the balancing that these need.
 
     Raises:
         ValueError: a hyper-parameter is out of range.
@@ -62,10 +74,12 @@ class ChunkedTopKCompressor(Clipping, Compressor):
     values: str = "int2"
     decay: float = 0.95
     mean: str = "ranks"
+    exchange: str = "allgather"
     max_norm: float | None = None
 
     block = 1  # no padding: zeros are decoded as the mean of their bin, wherever they are
     keeps_gradient = True
+    unstated: ClassVar[Mapping[str, Any]] = {**Clipping.unstated, "exchange": "allgather"}
 
     def __post_init__(self) -> None:
         validate.whole(self, "chunk", low=32, high=1 << 20)
@@ -77,6 +91,12 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         validate.one_of(self, "values", VALUES)
         validate.real(self, "decay", low=0, high=1, closed="]")
         validate.one_of(self, "mean", MEANS)
+        validate.one_of(self, "exchange", EXCHANGES)
+        if self.exchange == "two_shot" and self.mean == "contributors":
+            raise ValueError(
+                "ChunkedTopKCompressor: exchange='two_shot' has no mean='contributors': its owner "
+                "alone knows who sent an element"
+            )
         self.validate_max_norm()
 
     # -- sizes -------------------------------------------------------------------------------
@@ -107,6 +127,24 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         most = most_gathered(4.0 * layout.elements, ranks)
         return self.mean == "ranks" and self.payload_bytes(layout) > most
 
+    def owned(self, size: int, ranks: int) -> list[tuple[int, int]]:
+        """Return which chunks each rank owns in two shots, as (first, end)."""
+        rows = self.places(size).rows
+        return [(rank * rows // ranks, (rank + 1) * rows // ranks) for rank in range(ranks)]
+
+    def is_two_shot(self, layout: Layout, ranks: int) -> bool:
+        """Return True if the exchange is in two shots."""
+        alone = self.places(layout.size).rows < ranks or self.mean == "contributors"
+        if self.exchange == "allgather" or alone:
+            return False
+        fewer = 2 * self.shard_bytes(layout, ranks) < self.payload_bytes(layout)
+        return self.exchange == "two_shot" or fewer
+
+    def shard_bytes(self, layout: Layout, ranks: int) -> int:
+        """Return the bytes of an owner's payload."""
+        chunks = -(-self.places(layout.size).rows // ranks)
+        return wire.packed_bytes(self.parts(chunks * self.chunk))
+
     def layer_bytes(self, shape: Sequence[int]) -> float:
         chunk = int(wire.body_bytes(self.parts(1 << 20))) * self.chunk / (1 << 20)
         return prod(shape) / self.chunk * chunk
@@ -124,6 +162,9 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         # In the gradient's memory: if the exchange fails, the state is as before.
         given = state.r, self.decay, gradient, self.chunk, self.k
         finite, there, index, values = ops.accumulate_largest_checked(*given)
+        if self.is_two_shot(layout, context.size):
+            found = finite, there, index, values
+            return (yield from self.two_shot(ops, context, state, found))
         parts, sent = self.encode(ops, size, index, values)
         if self.is_summed(layout, context.size):
             weight = patterns.poison(ops, finite) + 1.0
@@ -137,12 +178,93 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         buffers = yield Allgather(wire.pack(ops, header, *body))
         expected, spec = patterns.header_of(self, context), patterns.reduction_spec(context, {})
         header, bodies = wire.unpack(ops, expected, buffers, spec)
-        found = self.decode(ops, size, bodies)
-        header = self.check_summable(ops, context, header, [values for _, values in found])
+        gathered = self.decode(ops, size, bodies)
+        header = self.check_summable(ops, context, header, [values for _, values in gathered])
         weights = patterns.weights_of(ops, context, header)
         kept, room = (there, state.r) if context.owns_gradient else (state.r, there)
         state = self.commit(ops, kept, there, index, sent)
-        return self.sum(ops, found, weights, room), state
+        return self.sum(ops, gathered, weights, room), state
+
+    def two_shot(
+        self,
+        ops: Ops,
+        context: Context,
+        state: Residual,
+        found: tuple[Any, Tensor, Tensor, Tensor],
+    ) -> Program:
+        """Sum the chunks of each owner, and choose of the sums.
+
+        Args:
+            ops: the tensor operations.
+            context: of the step.
+            state: before it.
+            found: of this rank, by `accumulate_largest_checked`.
+        """
+        finite, there, index, largest = found
+        size, chunk = context.layout.size, self.chunk
+        owned = self.owned(size, context.size)
+        cuts = [(first * chunk, min(end * chunk, size)) for first, end in owned]
+        shard = max(end - first for first, end in owned) * chunk
+        plain = context._replace(prescale=1.0, postscale=1.0)
+        expected, spec = patterns.header_of(self, context), patterns.reduction_spec(plain, {})
+
+        coded = [self.encode_shard(ops, shard, index[a:b], largest[a:b]) for a, b in owned]
+        decoded = [values[: b - a] for (_, values), (a, b) in zip(coded, owned)]
+        sent = self.rows_of(ops, decoded)
+        bodies = [wire.pack_pieces(ops, self.parts(shard), parts) for parts, _ in coded]
+        header = patterns.header_of(self, context, finite)
+        buffers = yield Alltoall(wire.pack_all(ops, header, bodies))
+        header, received = wire.unpack(ops, expected, buffers, spec)
+        rows = owned[context.rank][1] - owned[context.rank][0]
+        theirs = self.decode(ops, shard, received)
+        places = [own[:rows] for own, _ in theirs]
+        summands = [values[:rows] for _, values in theirs]
+        weights = patterns.weights_of(ops, plain, header)
+        start, end = cuts[context.rank]
+        room = ops.zeros((end - start,))
+        total = ops.add_in_rows(None, room, chunk, places, summands, weights)
+
+        nothing = ops.zeros((end - start,))
+        given = nothing, 1.0, total, chunk, self.k
+        finite, total, mine, chosen = ops.accumulate_largest_checked(*given)
+        parts, again = self.encode_shard(ops, shard, mine, chosen)
+        body = wire.pack_pieces(ops, self.parts(shard), parts)
+        header = patterns.header_of(self, context, finite)
+        buffers = yield Allgather(wire.pack(ops, header, *body))
+        header, received = wire.unpack(ops, expected, buffers, spec)
+        sums = self.decode(ops, shard, received)
+        header = self.check_summable(ops, context, header, [values for _, values in sums])
+        weights = patterns.weights_of(ops, context, header)
+        kept, room = (there, state.r) if context.owns_gradient else (state.r, there)
+        left = self.commit(ops, total, total, mine, again[:rows]).r
+        state = self.commit(ops, kept, there, index, sent)
+        state = Residual(ops.add_slice(state.r, start, left))
+        pieces = [
+            ops.add_in_rows(
+                None,
+                room[a:b],
+                chunk,
+                [places[: end - first]],
+                [values[: end - first]],
+                weights[rank : rank + 1],
+            )
+            for rank, ((a, b), (first, end), (places, values)) in enumerate(zip(cuts, owned, sums))
+        ]
+        return ops.assemble(room, pieces), state
+
+    def encode_shard(
+        self, ops: Ops, shard: int, index: Tensor, values: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return `encode` of an owner's chunks, as many as the owner with the most has."""
+        missing = self.places(shard).rows - index.shape[0]
+        if missing:  # one: what is decoded beyond the end is left out
+            index, values = (self.rows_of(ops, [x, x[-1:]]) for x in (index, values))
+        return self.encode(ops, shard, index, values)
+
+    def rows_of(self, ops: Ops, pieces: Sequence[Tensor]) -> Tensor:
+        """Return the pieces' rows as one tensor; [rows, k]."""
+        flat = ops.concat([ops.reshape(piece, (-1,)) for piece in pieces])
+        return ops.reshape(flat, (-1, self.k))
 
     def encode(
         self, ops: Ops, size: int, index: Tensor, values: Tensor

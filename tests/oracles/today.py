@@ -55,6 +55,42 @@ def largest(chunk, k):
     return sorted(sorted(range(len(chunk)), key=lambda i: (-abs(chunk[i]), i))[:k])
 
 
+class OwnedChunks:
+    """Chunked top-k where each chunk has an owner, after Ok-Topk (Li and Hoefler 2022); float32.
+
+    All send the owner their k largest of it. The owner adds up in the order of ranks, and sends all
+    of them the k largest of the sum; what is left of the sum it adds to its own residual.
+    """
+
+    def __init__(self, size, ranks, chunk, k, decay):
+        self.chunk, self.k, self.decay = chunk, k, decay
+        self.residual = np.zeros((ranks, size), F)
+
+    def owner(self, place, chunks):
+        """Which rank owns a chunk: runs of chunks in the order of ranks, of nearly one length."""
+        ranks = len(self.residual)
+        return next(r for r in range(ranks) if place < (r + 1) * chunks // ranks)
+
+    def step(self, gradients):
+        """The mean of what is sent, and how often an element of a rank was sent at first."""
+        self.residual = self.residual * F(self.decay) + np.array(gradients, F)
+        ranks, size = self.residual.shape
+        result, chunks = np.zeros(size, F), -(-size // self.chunk)
+        for place in range(chunks):
+            own = slice(place * self.chunk, min((place + 1) * self.chunk, size))
+            total = np.zeros(own.stop - own.start, F)
+            for rank in range(ranks):
+                mine = self.residual[rank, own]
+                for i in largest(mine, self.k):
+                    total[i] += mine[i]
+                    mine[i] = 0
+            for i in largest(total, self.k):
+                result[own.start + i] = total[i]
+                total[i] = 0
+            self.residual[self.owner(place, chunks), own] += total
+        return result * F(1 / ranks)
+
+
 def codebook(values, bits):
     """Bins of equal width over mu +- 3 s; each value becomes the mean of its bin."""
     mu, bins = float(np.mean(values, dtype=np.float64)), 1 << bits

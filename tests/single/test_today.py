@@ -182,6 +182,55 @@ def test_chunks_keep_what_they_do_not_send(values, decay, seed, size):
                 assert {i for i in today.largest(chunk, 5) if chunk[i] != 0} == sent
 
 
+@given(seed=SEEDS, ranks=st.integers(2, 6), chunks=st.integers(6, 14), last=st.integers(1, 32))
+@settings(max_examples=30)
+def test_owners_of_chunks_choose_of_the_sum(seed, ranks, chunks, last):
+    size = 32 * (chunks - 1) + last
+    compressor = ChunkedTopKCompressor(32, 5, "float32", 0.9, exchange="two_shot")
+    layout, random = Layout(("w",), ((size,),), block=1), np.random.default_rng(seed)
+    assert compressor.is_two_shot(layout, ranks)
+    world = World(compressor, TorchOps(), layout, ranks)
+    expected = today.OwnedChunks(size, ranks, 32, 5, 0.9)
+    for _ in range(3):
+        gradients = [random.standard_normal(size).astype(np.float32) for _ in range(ranks)]
+        results = world.step([torch.from_numpy(g.copy()) for g in gradients])
+        assert np.array_equal(results[0].numpy(), expected.step(gradients))
+        assert all(torch.equal(result, results[0]) for result in results)
+        for state, residual in zip(world.states, expected.residual):
+            assert np.array_equal(state.r.numpy(), residual)
+
+
+@pytest.mark.parametrize("values", VALUES)
+@given(seed=SEEDS, ranks=st.integers(2, 5), size=st.integers(5 * 32, 9 * 32))
+@settings(max_examples=10)
+def test_owners_keep_what_they_leave_out(values, seed, ranks, size):
+    """Summed over ranks, `kept + sent = decay * before + gradient`."""
+    compressor = ChunkedTopKCompressor(32, 3, values, 0.5, exchange="two_shot")
+    layout, random = Layout(("w",), ((size,),), block=1), np.random.default_rng(seed)
+    world = World(compressor, TorchOps(), layout, ranks)
+    for _ in range(3):
+        before = sum(state.r.double() for state in world.states)
+        gradients = [torch.from_numpy(random.standard_normal(size)).float() for _ in range(ranks)]
+        given = 0.5 * before + sum(g.double() for g in gradients)
+        sent = ranks * world.step([g.clone() for g in gradients])[0].double()
+        kept = sum(state.r.double() for state in world.states)
+        torch.testing.assert_close(kept + sent, given, rtol=0, atol=1e-5)
+
+
+def test_two_shots_move_fewer_bytes_from_three_ranks_on():
+    """Not on two ranks; nor where there are fewer chunks than ranks, which go by allgather."""
+    layout = Layout(("w",), ((4096 * 64,),), block=1)
+    compressor = ChunkedTopKCompressor(exchange="auto")
+    ways = {ranks: compressor.is_two_shot(layout, ranks) for ranks in (1, 2, 3, 8, 64, 65)}
+    assert ways == {1: False, 2: False, 3: True, 8: True, 64: True, 65: False}
+    for ranks in (3, 8, 64):
+        received = 2 * (ranks - 1) * compressor.shard_bytes(layout, ranks)
+        assert received < (ranks - 1) * compressor.payload_bytes(layout)
+    assert not ChunkedTopKCompressor(mean="contributors", exchange="auto").is_two_shot(layout, 8)
+    with pytest.raises(ValueError, match="its owner alone knows who sent an element"):
+        ChunkedTopKCompressor(mean="contributors", exchange="two_shot")
+
+
 @pytest.mark.parametrize("mean", ["ranks", "contributors"])
 @pytest.mark.parametrize("clips", [None, 1.0])
 def test_a_state_that_keeps_the_gradients_memory_has_the_same_bits(mean, clips):
