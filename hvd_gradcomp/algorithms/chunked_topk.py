@@ -52,8 +52,7 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         mean: "ranks", the mean over all ranks; or "contributors", the mean over those that sent
             the element.
         exchange: "allgather", "two_shot", or "auto": the one that moves fewer bytes, from 3 ranks
-            on in two shots. Buckets with fewer chunks than ranks, and the mean over contributors,
-            go by allgather.
+            on in two shots; the mean over contributors goes by allgather.
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating; positive; smaller clips more. None clips
             nothing.
@@ -134,8 +133,7 @@ class ChunkedTopKCompressor(Clipping, Compressor):
 
     def is_two_shot(self, layout: Layout, ranks: int) -> bool:
         """Return True if the exchange is in two shots."""
-        alone = self.places(layout.size).rows < ranks or self.mean == "contributors"
-        if self.exchange == "allgather" or alone:
+        if self.exchange == "allgather" or self.mean == "contributors":
             return False
         fewer = 2 * self.shard_bytes(layout, ranks) < self.payload_bytes(layout)
         return self.exchange == "two_shot" or fewer
@@ -208,7 +206,8 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         plain = context._replace(prescale=1.0, postscale=1.0)
         expected, spec = patterns.header_of(self, context), patterns.reduction_spec(plain, {})
 
-        coded = [self.encode_shard(ops, shard, index[a:b], largest[a:b]) for a, b in owned]
+        chosen = index, largest
+        coded = [self.encode_shard(ops, shard, chosen, a, b) for a, b in owned]
         decoded = [values[: b - a] for (_, values), (a, b) in zip(coded, owned)]
         sent = self.rows_of(ops, decoded)
         bodies = [wire.pack_pieces(ops, self.parts(shard), parts) for parts, _ in coded]
@@ -217,17 +216,18 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         header, received = wire.unpack(ops, expected, buffers, spec)
         rows = owned[context.rank][1] - owned[context.rank][0]
         theirs = self.decode(ops, shard, received)
-        places = [own[:rows] for own, _ in theirs]
-        summands = [values[:rows] for _, values in theirs]
         weights = patterns.weights_of(ops, plain, header)
         start, end = cuts[context.rank]
-        room = ops.zeros((end - start,))
-        total = ops.add_in_rows(None, room, chunk, places, summands, weights)
-
-        nothing = ops.zeros((end - start,))
-        given = nothing, 1.0, total, chunk, self.k
-        finite, total, mine, chosen = ops.accumulate_largest_checked(*given)
-        parts, again = self.encode_shard(ops, shard, mine, chosen)
+        if rows:
+            places = [own[:rows] for own, _ in theirs]
+            summands = [values[:rows] for _, values in theirs]
+            room = ops.zeros((end - start,))
+            total = ops.add_in_rows(None, room, chunk, places, summands, weights)
+            given = ops.zeros((end - start,)), 1.0, total, chunk, self.k
+            finite, total, *chosen_again = ops.accumulate_largest_checked(*given)
+            chosen = chosen_again[0], chosen_again[1]
+        # Who owns nothing sends any chunk of its own, which nobody uses.
+        parts, again = self.encode_shard(ops, shard, chosen, 0, rows)
         body = wire.pack_pieces(ops, self.parts(shard), parts)
         header = patterns.header_of(self, context, finite)
         buffers = yield Allgather(wire.pack(ops, header, *body))
@@ -236,9 +236,10 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         header = self.check_summable(ops, context, header, [values for _, values in sums])
         weights = patterns.weights_of(ops, context, header)
         kept, room = (there, state.r) if context.owns_gradient else (state.r, there)
-        left = self.commit(ops, total, total, mine, again[:rows]).r
         state = self.commit(ops, kept, there, index, sent)
-        state = Residual(ops.add_slice(state.r, start, left))
+        if rows:
+            left = self.commit(ops, total, total, chosen[0], again[:rows]).r
+            state = Residual(ops.add_slice(state.r, start, left))
         pieces = [
             ops.add_in_rows(
                 None,
@@ -249,16 +250,17 @@ class ChunkedTopKCompressor(Clipping, Compressor):
                 weights[rank : rank + 1],
             )
             for rank, ((a, b), (first, end), (places, values)) in enumerate(zip(cuts, owned, sums))
+            if first < end
         ]
         return ops.assemble(room, pieces), state
 
     def encode_shard(
-        self, ops: Ops, shard: int, index: Tensor, values: Tensor
+        self, ops: Ops, shard: int, chosen: tuple[Tensor, Tensor], first: int, end: int
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return `encode` of an owner's chunks, as many as the owner with the most has."""
-        missing = self.places(shard).rows - index.shape[0]
-        if missing:  # one: what is decoded beyond the end is left out
-            index, values = (self.rows_of(ops, [x, x[-1:]]) for x in (index, values))
+        """Return `encode` of some chunks, and of another behind them if a shard has more."""
+        index, values = (x[first:end] for x in chosen)
+        if end - first < self.places(shard).rows:  # by one; what is decoded there is left out
+            index, values = (self.rows_of(ops, [x[first:end], x[:1]]) for x in chosen)
         return self.encode(ops, shard, index, values)
 
     def rows_of(self, ops: Ops, pieces: Sequence[Tensor]) -> Tensor:

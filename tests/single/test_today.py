@@ -182,8 +182,8 @@ def test_chunks_keep_what_they_do_not_send(values, decay, seed, size):
                 assert {i for i in today.largest(chunk, 5) if chunk[i] != 0} == sent
 
 
-@given(seed=SEEDS, ranks=st.integers(2, 6), chunks=st.integers(6, 14), last=st.integers(1, 32))
-@settings(max_examples=30)
+@given(seed=SEEDS, ranks=st.integers(2, 6), chunks=st.integers(1, 14), last=st.integers(1, 32))
+@settings(max_examples=40)
 def test_owners_of_chunks_choose_of_the_sum(seed, ranks, chunks, last):
     size = 32 * (chunks - 1) + last
     compressor = ChunkedTopKCompressor(32, 5, "float32", 0.9, exchange="two_shot")
@@ -201,8 +201,8 @@ def test_owners_of_chunks_choose_of_the_sum(seed, ranks, chunks, last):
 
 
 @pytest.mark.parametrize("values", VALUES)
-@given(seed=SEEDS, ranks=st.integers(2, 5), size=st.integers(5 * 32, 9 * 32))
-@settings(max_examples=10)
+@given(seed=SEEDS, ranks=st.integers(1, 5), size=st.integers(1, 9 * 32))
+@settings(max_examples=12)
 def test_owners_keep_what_they_leave_out(values, seed, ranks, size):
     """Summed over ranks, `kept + sent = decay * before + gradient`."""
     compressor = ChunkedTopKCompressor(32, 3, values, 0.5, exchange="two_shot")
@@ -218,12 +218,12 @@ def test_owners_keep_what_they_leave_out(values, seed, ranks, size):
 
 
 def test_two_shots_move_fewer_bytes_from_three_ranks_on():
-    """Not on two ranks; nor where there are fewer chunks than ranks, which go by allgather."""
+    """Not on one or two ranks, nor with the mean of those who sent."""
     layout = Layout(("w",), ((4096 * 64,),), block=1)
     compressor = ChunkedTopKCompressor(exchange="auto")
-    ways = {ranks: compressor.is_two_shot(layout, ranks) for ranks in (1, 2, 3, 8, 64, 65)}
-    assert ways == {1: False, 2: False, 3: True, 8: True, 64: True, 65: False}
-    for ranks in (3, 8, 64):
+    ways = {ranks: compressor.is_two_shot(layout, ranks) for ranks in (1, 2, 3, 8, 1000)}
+    assert ways == {1: False, 2: False, 3: True, 8: True, 1000: True}
+    for ranks in (3, 8, 64, 1000):
         received = 2 * (ranks - 1) * compressor.shard_bytes(layout, ranks)
         assert received < (ranks - 1) * compressor.payload_bytes(layout)
     assert not ChunkedTopKCompressor(mean="contributors", exchange="auto").is_two_shot(layout, 8)

@@ -1,0 +1,137 @@
+"""Bytes that a rank receives in a step, by the number of ranks: every method, 2 to 1,024.
+
+    python -m benchmarks.ranks                              # all methods of `hvd-gradcomp bench`
+    python -m benchmarks.ranks --json docs/measured/ranks.json --png docs/measured/ranks.png
+    python -m benchmarks.ranks --show docs/measured/ranks.json      # the table, nothing is measured
+
+One rank works as in a step among so many; the payloads of the others are its own, so that one
+process takes the place of 1,024. Gradients are those of a GPT of 0.8 million parameters on random
+characters. Bytes are what its collectives bring a rank, by rings, as `advise` counts them. What
+only the ranks' own gradients decide is not in it: how many elements a threshold passes elsewhere,
+and the ladder's negotiation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as horovod
+import torch
+from torch.nn import functional
+
+from benchmarks.moments import GPT
+from hvd_gradcomp import Compressor
+from hvd_gradcomp.cli import options, style
+from hvd_gradcomp.cli.bench import warm_up_rounds
+from hvd_gradcomp.core.cost_model import volume
+from hvd_gradcomp.planning.description import brief
+from hvd_gradcomp.tuning.measure import Gradients, UnmeasurableError, alone
+from hvd_gradcomp.tuning.models import Model
+
+RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+ROUNDS = 3
+TWO_SHOT = {
+    "chunked-topk, owned": "ChunkedTopKCompressor(exchange='auto')",
+    "chunked-topk, owned, k 256": "ChunkedTopKCompressor(k=256, exchange='auto')",
+}
+
+
+def gradients() -> Gradients:
+    torch.manual_seed(1)
+    model = GPT()
+
+    def loss() -> torch.Tensor:
+        tokens = torch.randint(1000, (8, 33))
+        scores = model(tokens[:, :-1])
+        return functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+
+    return Gradients(Model("GPT", model, loss, real=True), real=4)
+
+
+def received(compressor: Compressor, grads: Gradients, ranks: int) -> float:
+    """Return the bytes that a step brings a rank, the median of some."""
+    cost = alone(compressor, grads, ranks, ROUNDS, warm_up_rounds(compressor))
+    return statistics.median(
+        sum(volume(kind, size, ranks) for bucket in one for kind, size in bucket.asks)
+        for one in cost.rounds
+    )
+
+
+def measured(keys: list[str]) -> dict[str, Any]:
+    horovod.init()
+    grads = gradients()
+    methods = {key: options.chosen([text], grads.scale)[0] for key, text in TWO_SHOT.items()}
+    methods = {**options.usual(grads.scale), **methods}
+    dense = {n: volume("allreduce", 4.0 * grads.elements, n) for n in RANKS}
+    rows = []
+    for key, compressor in methods.items():
+        if keys and key not in keys:
+            continue
+        try:
+            found = {n: received(compressor, grads, n) for n in RANKS}
+        except (UnmeasurableError, ValueError) as error:
+            print(f"{key}: left out: {error}", flush=True)
+            continue
+        print(key, *(f"{dense[n] / found[n]:.3g}" for n in RANKS), flush=True)
+        rows.append({"key": key, "title": brief(compressor), "bytes": found})
+    horovod.shutdown()
+    return {"elements": grads.elements, "dense": dense, "rows": rows}
+
+
+def table(content: dict[str, Any]) -> str:
+    """Return how many times fewer bytes a rank receives than with dense gradients; Markdown."""
+    counts = [*content["dense"]]
+    lines = [f"| method | {' | '.join(f'{int(n):,}' for n in counts)} |"]
+    lines.append("| --- |" + " --: |" * len(counts))
+    for row in content["rows"]:
+        ratios = (content["dense"][n] / row["bytes"][n] for n in counts)
+        cells = (f"{x:,.0f}" if x >= 99.5 else f"{x:.3g}" for x in ratios)
+        lines.append(f"| `{row['title']}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(content: dict[str, Any], path: Path) -> None:
+    counts = [*content["dense"]]
+    with options.drawing(path, 9, 6) as axes:
+        for row, line in zip(content["rows"], style.lines(len(content["rows"]))):
+            axes.plot(
+                [int(n) for n in counts],
+                [row["bytes"][n] / content["elements"] for n in counts],
+                markersize=3,
+                label=row["title"],
+                **line,
+            )
+        dense = [content["dense"][n] / content["elements"] for n in counts]
+        axes.plot([int(n) for n in counts], dense, color=style.INK, linewidth=2, label="dense")
+        axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="bytes received / element")
+        axes.set_xticks([int(n) for n in counts], [str(n) for n in counts])
+        axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[], metavar="KEY")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--png", type=Path)
+    parser.add_argument("--show", type=Path, metavar="JSON")
+    choice = parser.parse_args()
+    torch.set_num_threads(1)
+    content = measured(choice.only) if choice.show is None else {}
+    # Keys of JSON are texts.
+    text = choice.show.read_text() if choice.show else json.dumps(content, indent=1)
+    content = json.loads(text)
+    if choice.json:
+        choice.json.write_text(text + "\n")
+    if choice.png:
+        draw(content, choice.png)
+    print(table(content))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
