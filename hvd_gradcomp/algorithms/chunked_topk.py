@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.elias_fano import EliasFano
+from hvd_gradcomp.codecs.quantized import EXCHANGES
 from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.codecs.values import VALUES, ValueCoding
 from hvd_gradcomp.core import patterns, validate, wire
@@ -19,7 +20,6 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 MEANS = ("ranks", "contributors")
-EXCHANGES = ("auto", "allgather", "two_shot")
 
 
 @dataclass(frozen=True, repr=False)
@@ -171,6 +171,15 @@ class ChunkedTopKCompressor(Clipping, Compressor):
             total = yield from patterns.allreduce_bucket(ops, context, total)
             total = patterns.check_sum(ops, total)
             return total, self.commit(ops, state.r, there, index, sent)
+        gathered, weights = yield from self.allgather(ops, context, size, parts, finite)
+        kept, room = (there, state.r) if context.owns_gradient else (state.r, there)
+        state = self.commit(ops, kept, there, index, sent)
+        return self.sum(ops, gathered, weights, room), state
+
+    def allgather(
+        self, ops: Ops, context: Context, size: int, parts: Mapping[str, Tensor], finite: Any
+    ) -> Program:
+        """Allgather payloads of `size` elements; return what `decode` finds, and their weights."""
         body = wire.pack_pieces(ops, self.parts(size), parts)
         header = patterns.header_of(self, context, finite)
         buffers = yield Allgather(wire.pack(ops, header, *body))
@@ -178,10 +187,7 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         header, bodies = wire.unpack(ops, expected, buffers, spec)
         gathered = self.decode(ops, size, bodies)
         header = self.check_summable(ops, context, header, [values for _, values in gathered])
-        weights = patterns.weights_of(ops, context, header)
-        kept, room = (there, state.r) if context.owns_gradient else (state.r, there)
-        state = self.commit(ops, kept, there, index, sent)
-        return self.sum(ops, gathered, weights, room), state
+        return gathered, patterns.weights_of(ops, context, header)
 
     def two_shot(
         self,
@@ -206,7 +212,7 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         plain = context._replace(prescale=1.0, postscale=1.0)
         expected, spec = patterns.header_of(self, context), patterns.reduction_spec(plain, {})
 
-        chosen = index, largest
+        chosen: Sequence[Tensor] = (index, largest)
         coded = [self.encode_shard(ops, shard, chosen, a, b) for a, b in owned]
         decoded = [values[: b - a] for (_, values), (a, b) in zip(coded, owned)]
         sent = self.rows_of(ops, decoded)
@@ -224,21 +230,14 @@ class ChunkedTopKCompressor(Clipping, Compressor):
             room = ops.zeros((end - start,))
             total = ops.add_in_rows(None, room, chunk, places, summands, weights)
             given = ops.zeros((end - start,)), 1.0, total, chunk, self.k
-            finite, total, *chosen_again = ops.accumulate_largest_checked(*given)
-            chosen = chosen_again[0], chosen_again[1]
+            finite, total, *chosen = ops.accumulate_largest_checked(*given)
         # Who owns nothing sends any chunk of its own, which nobody uses.
-        parts, again = self.encode_shard(ops, shard, chosen, 0, rows)
-        body = wire.pack_pieces(ops, self.parts(shard), parts)
-        header = patterns.header_of(self, context, finite)
-        buffers = yield Allgather(wire.pack(ops, header, *body))
-        header, received = wire.unpack(ops, expected, buffers, spec)
-        sums = self.decode(ops, shard, received)
-        header = self.check_summable(ops, context, header, [values for _, values in sums])
-        weights = patterns.weights_of(ops, context, header)
+        parts, sent_sums = self.encode_shard(ops, shard, chosen, 0, rows)
+        sums, weights = yield from self.allgather(ops, context, shard, parts, finite)
         kept, room = (there, state.r) if context.owns_gradient else (state.r, there)
         state = self.commit(ops, kept, there, index, sent)
         if rows:
-            left = self.commit(ops, total, total, chosen[0], again[:rows]).r
+            left = self.commit(ops, total, total, chosen[0], sent_sums[:rows]).r
             state = Residual(ops.add_slice(state.r, start, left))
         pieces = [
             ops.add_in_rows(
@@ -255,7 +254,7 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         return ops.assemble(room, pieces), state
 
     def encode_shard(
-        self, ops: Ops, shard: int, chosen: tuple[Tensor, Tensor], first: int, end: int
+        self, ops: Ops, shard: int, chosen: Sequence[Tensor], first: int, end: int
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return `encode` of some chunks, and of another behind them if a shard has more."""
         index, values = (x[first:end] for x in chosen)

@@ -229,8 +229,8 @@ def command(
         everything = [(dense, times), *ways]
         gentle = not (trained_with is None or isinstance(trained_with, torch.optim.SGD))
         rows, verdict = _advice(everything, found, pass_, for_hosts or found.ranks, gentle)
-        seldom = _seldom([one.compressor for one, _ in everything], rows, pass_)
-        content |= {"rows": rows, **_said(rows, verdict), "local_steps": seldom}
+        local = _local_steps([one.compressor for one, _ in everything], rows, pass_)
+        content |= {"rows": rows, **_said(rows, verdict), "local_steps": local}
         content["takes_over"] = trained_with is None and any(
             one.way.name == content["use"] and one.compressor.takes_momentum for one, _ in ways
         )
@@ -419,7 +419,7 @@ def _advice(
     return rows, advice.decide(sending, link.bandwidth, quantizers)
 
 
-def _seldom(
+def _local_steps(
     compressors: Sequence[Compressor], rows: Sequence[dict[str, Any]], pass_: Backward
 ) -> dict[str, Any] | None:
     """Return the local steps to recommend, for JSON; None for an exchange in each step."""
@@ -428,10 +428,10 @@ def _seldom(
     known = dict(zip(compressors[1:], exchanges[1:]))
     compute = pass_.forward + pass_.seconds
     choice = fewer_exchanges.choose(known, exchanges[0], plain, compute) if compute else None
-    return None if choice is None else seldom_of(choice)
+    return None if choice is None else local_steps_of(choice)
 
 
-def seldom_of(choice: fewer_exchanges.Choice) -> dict[str, Any]:
+def local_steps_of(choice: fewer_exchanges.Choice) -> dict[str, Any]:
     """Convert recommended local steps for JSON."""
     return {
         "use": brief(choice.setting.compressor),

@@ -59,11 +59,11 @@ def text(advised: dict[str, Any], verdict: Verdict) -> str:
         )
     parts.append(options.wrapped(told))
     if advised["local_steps"]:
-        parts.append(options.wrapped(fewer(advised["local_steps"])))
+        parts.append(options.wrapped(recommended_local_steps(advised["local_steps"])))
     return "\n\n".join(parts)
 
 
-def fewer(choice: dict[str, Any]) -> str:
+def recommended_local_steps(choice: dict[str, Any]) -> str:
     """Recommend local steps."""
     low, _, high = choice["steps_needed"]
     return (

@@ -1261,8 +1261,10 @@ void add_levels(const band *bands, int64_t count, const float *base, float *out,
     walk w = walk_from(bands, count, begin);
 #ifdef __x86_64__
     if (bits == 8 && ranks <= FEW && __builtin_cpu_supports("avx2")) {
-      int wide = HAS_GFNI && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-      sum_groups(wide ? sum_levels_avx512 : sum_levels_avx2, w, base, out, begin, stop, ranks, (const uint8_t *)words,
+      int wide = HAS_GFNI && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512vl");
+      sum_of_group *sum = wide ? sum_levels_avx512 : sum_levels_avx2;
+      sum_groups(sum, w, base, out, begin, stop, ranks, (const uint8_t *)words,
                  4 * word_stride, scale, scale_stride, (float)(1.0 / levels), weights,
                  base != out && 4 * n >= MUCH);
       begin = stop;
