@@ -23,6 +23,7 @@ from hvd_gradcomp.algorithms.onebit import OneBitCompressor
 from hvd_gradcomp.algorithms.powersgd import PowerSGDCompressor
 from hvd_gradcomp.algorithms.qsgd import QSGDCompressor
 from hvd_gradcomp.algorithms.random_k import RandomKCompressor
+from hvd_gradcomp.algorithms.robust import robust
 from hvd_gradcomp.algorithms.scalecom import ScaleComCompressor
 from hvd_gradcomp.algorithms.sign_sgd import EFSignSGDCompressor
 from hvd_gradcomp.algorithms.signum import SignumCompressor
@@ -74,6 +75,7 @@ __all__ = [
     "after",
     "diloco",
     "partition",
+    "robust",
     "role",
     "smaller",
     "sparse_loco",

@@ -39,6 +39,7 @@ from hvd_gradcomp import (
     TernGradCompressor,
     VarianceCompressor,
     after,
+    robust,
 )
 from hvd_gradcomp.codecs.sparse import StepInputs
 from hvd_gradcomp.codecs.threshold import ThresholdCompressor
@@ -204,6 +205,12 @@ PRODUCTS: list[Compressor] = [
     ACPSGDCompressor(rank=2, min_ratio=1.0),
     DeMoCompressor(chunk=8, k=6),
     DeMoCompressor(chunk=8, k=4, values="int4", signed=False),
+]
+# Each rank's payload is decoded by itself.
+ROBUST: list[Compressor] = [
+    robust(None, "median"),
+    robust(ChunkedTopKCompressor(chunk=64, k=8), "clip"),
+    robust(QSGDCompressor(bits=4), "median"),
 ]
 EVERY = LINEAR + WORDS + LARGEST + LEADER + QUANTIZED + PHASED
 

@@ -29,6 +29,7 @@ from tests.methods import (
     ONE_OF_EACH,
     PHASED,
     QUANTIZED,
+    ROBUST,
     VARIANCE_CODED,
     encode_step,
 )
@@ -105,7 +106,7 @@ def test_torch_and_tensorflow_send_the_same_bytes(compressor, given):
 OTHERS = LARGEST + LEADER + QUANTIZED
 
 
-@pytest.mark.parametrize("compressor", OTHERS + PHASED + CODED, ids=repr)
+@pytest.mark.parametrize("compressor", OTHERS + PHASED + CODED + ROBUST, ids=repr)
 def test_the_other_methods_send_the_same_bytes(compressor):
     data = gradients(1, 12, size=3)
     reference = run(compressor, TorchOps(), torch.from_numpy, data, None)

@@ -18,7 +18,7 @@ from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
 from hvd_gradcomp.planning.description import describe
 from hvd_gradcomp.testing import World
-from tests.methods import CODED, EVERY, LEARNED, OUTSIDE, PRODUCTS, ROUNDED, TODAY
+from tests.methods import CODED, EVERY, LEARNED, OUTSIDE, PRODUCTS, ROBUST, ROUNDED, TODAY
 
 # With phases of a few steps, so that a short run sees them all.
 METHODS = [
@@ -26,6 +26,7 @@ METHODS = [
     *OUTSIDE,
     *TODAY,
     *PRODUCTS,
+    *ROBUST,
     *ROUNDED,
     *CODED,
     *(

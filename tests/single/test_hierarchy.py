@@ -30,6 +30,7 @@ from tests.methods import (
     ONE_OF_EACH,
     PHASED,
     PRODUCTS,
+    ROBUST,
     ROUNDED,
     TODAY,
     VARIANCE_FED_BACK,
@@ -85,7 +86,9 @@ def compared(compressor, hosts, slots, steps, *, seed=0, leader=0, average=True)
                 assert same(x, y), path
 
 
-@pytest.mark.parametrize("compressor", [*EVERY, *TODAY, *ROUNDED, *CODED, *PRODUCTS], ids=repr)
+@pytest.mark.parametrize(
+    "compressor", [*EVERY, *TODAY, *ROUNDED, *CODED, *PRODUCTS, *ROBUST], ids=repr
+)
 def test_a_host_is_a_rank_to_every_compressor(compressor):
     compared(compressor, 3, 2, 6)
 

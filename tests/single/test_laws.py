@@ -16,7 +16,17 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.methods import EVERY, LEARNED, LINEAR, OUTSIDE, PRODUCTS, TODAY, WORDS, decode_step
+from tests.methods import (
+    EVERY,
+    LEARNED,
+    LINEAR,
+    OUTSIDE,
+    PRODUCTS,
+    ROBUST,
+    TODAY,
+    WORDS,
+    decode_step,
+)
 
 RANKS = st.integers(1, 8)
 SHAPES = st.lists(
@@ -142,7 +152,9 @@ def test_linear_codecs_are_linear(compressor, seed):
     assert (left - right).abs().max() <= 4 * step * max(a.abs().max(), b.abs().max())
 
 
-@pytest.mark.parametrize("compressor", EVERY + TODAY + PRODUCTS + LEARNED + OUTSIDE, ids=repr)
+@pytest.mark.parametrize(
+    "compressor", EVERY + TODAY + PRODUCTS + ROBUST + LEARNED + OUTSIDE, ids=repr
+)
 def test_the_users_random_numbers_are_left_alone(compressor):
     torch.manual_seed(3)
     np.random.seed(3)

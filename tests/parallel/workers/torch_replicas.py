@@ -8,14 +8,23 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from tests.methods import CODED, EVERY, ONE_OF_EACH_EXCHANGE, OUTSIDE, PRODUCTS, ROUNDED, TODAY
+from tests.methods import (
+    CODED,
+    EVERY,
+    ONE_OF_EACH_EXCHANGE,
+    OUTSIDE,
+    PRODUCTS,
+    ROBUST,
+    ROUNDED,
+    TODAY,
+)
 from tests.parallel.workers.places import arrays, choose, here
 from tests.parallel.workers.results import digest, finish
 
 METHODS = {
     "all": EVERY,
     "one of each exchange": ONE_OF_EACH_EXCHANGE,
-    "outside": OUTSIDE + TODAY + ROUNDED + CODED + PRODUCTS,
+    "outside": OUTSIDE + TODAY + ROUNDED + CODED + PRODUCTS + ROBUST,
 }
 
 
