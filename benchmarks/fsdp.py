@@ -51,13 +51,13 @@ Row = dict[str, Any]
 
 
 class Transformer(nn.Module):
-    """Transformer over noise; 3.2 million parameters."""
+    """Transformer over noise; 3.2 million parameters in four layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, batch_first=True)
-            for _ in range(LAYERS)
+            for _ in range(layers)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

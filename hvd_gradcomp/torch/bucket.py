@@ -27,9 +27,12 @@ class Bucket:
         before: the state before the last step, for rollback.
         views: into `flat`, one for each layer, in the layer's shape.
         absent: layers whose gradient has not arrived in this step.
+        taken: layers whose reduced gradient was taken, of a bucket that is released after that.
         runner: of the program; None while none runs.
         sent: the pending collective of the program.
         outcome: request that shares a leader's result in its host, while it is not submitted yet.
+        round: collectives that the running program has requested.
+        rounds: collectives of the last program that has ended.
         since: the reducer's step count when the bucket was added.
         held: slots of frozen layers; `waiting` has their part of the state, by its path.
         leader: the local rank, on its host, that compresses; see `runtime.hierarchy`.
@@ -50,10 +53,12 @@ class Bucket:
     views: list[torch.Tensor] = field(init=False)
     moment_views: list[torch.Tensor] = field(init=False)
     absent: set[int] = field(init=False)
+    taken: set[int] = field(default_factory=set)
     runner: ProgramRunner | None = None
     sent: PendingCollective | None = None
     outcome: Inside | None = None
     round: int = 0
+    rounds: int = 0
     result: torch.Tensor | None = None
     streams: set[Any] = field(default_factory=set)
     since: int = 0
@@ -89,6 +94,24 @@ class Bucket:
             self.flat = torch.zeros_like(self.flat)
             self._cut_views()
 
+    def release(self) -> None:
+        """Release the memory of `flat`; its views are valid again after `allocate`."""
+        self.taken.clear()
+        storage = self.flat.untyped_storage()
+        if storage.nbytes() == self.flat.nbytes:
+            storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Allocate the memory of `flat` if it was released; what lies between layers is zero."""
+        storage = self.flat.untyped_storage()
+        if storage.nbytes():
+            return
+        storage.resize_(self.flat.nbytes)
+        end = 0
+        for start, stop in (*self.layout.runs, (self.layout.size, 0)):
+            self.flat[end:start].zero_()
+            end = stop
+
     @property
     def owns_flat(self) -> bool:
         """Return True if nobody else references the memory of `flat`, so that a state may keep it.
@@ -103,7 +126,7 @@ class Bucket:
         The reference count stays what it was: as many views of another tensor.
         """
         self.result, self.state = result, state
-        self.runner, self.round = None, 0
+        self.runner, self.rounds, self.round = None, self.round, 0
         memory = self.flat.data_ptr()
         if self.compressor.keeps_gradient and any(x.data_ptr() == memory for _, x in leaves(state)):
             self.flat, self.views = result, self.cut(result)

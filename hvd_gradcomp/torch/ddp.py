@@ -9,8 +9,9 @@
 How. A communication hook copies the gradients of each DDP bucket into buckets of our own
 (`DistributedDataParallel` rebuilds its buckets after the first step; compressor state must not
 move), and starts a bucket's program when its last gradient arrives. The program's first collective
-overlaps with the backward of earlier layers. Collectives are matched by order, so all later ones
-wait for DDP's last bucket: then all programs run to their ends, bucket by bucket, in the same order
+overlaps with the backward of earlier layers. Collectives are matched by order, so later ones are
+requested at the same places on all ranks: of programs that are known to have more rounds, when the
+next DDP bucket has arrived; of all, at DDP's last bucket, bucket by bucket, in the same order
 on all ranks.
 """
 
@@ -216,6 +217,10 @@ class CompressionState:
             from all ranks, uncompressed, and to give these layers no bucket. None, like True,
             compresses them as dense ones, and logs that once; in `p.grad` they are sparse again. A
             table of which a batch needs few rows moves fewer bytes with False.
+        release_buckets: True to hold gradients once: a bucket of `DistributedDataParallel` is
+            released while ours has its gradients, and ours between steps. Saves 4 bytes for each
+            parameter, and allocates both anew in each step. With `gradient_as_bucket_view=True`
+            `p.grad` is None from the time its bucket is released until backward ends.
 
     Raises:
         TypeError: the model or `compression` is something else.
@@ -240,6 +245,7 @@ class CompressionState:
         scaler: Any = None,
         hierarchical: bool | DeviceMesh = False,
         sparse_as_dense: bool | None = None,
+        release_buckets: bool = False,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
@@ -263,7 +269,9 @@ class CompressionState:
             if isinstance(compression, _Given):
                 compression = compression.compressor()
             compressor, own = resolve_compressor(compression, optimizer)
-            self._run = self._make_reducer(named, beside, compressor, participants, options)
+            self._run = self._make_reducer(
+                named, beside, compressor, participants, options, release_buckets
+            )
         except (TypeError, ValueError) as error:
             refused = error
         settings = (
@@ -293,6 +301,7 @@ class CompressionState:
             take_over_momentum(optimizer, MomentumTransfer(optimizer, *own), self._run)
         self._model = weakref.ref(model)
         self._waiting: list[tuple[Any, torch.Tensor, list[Any]]] = []  # DDP's, in this step
+        self._releases = release_buckets
         self._sparse = SparseGradients(
             self._run,
             sparse_allreduce,
@@ -317,6 +326,7 @@ class CompressionState:
         compressor: Compressor,
         participants: Participants,
         options: ExchangeOptions,
+        releases: bool,
     ) -> Reducer:
         planner = BucketPlanner(
             named,
@@ -335,6 +345,7 @@ class CompressionState:
             prescale=1.0,
             postscale=mean,
             beside=beside,
+            releases=releases,
         )
 
     def _belongs_to(self, model: DistributedDataParallel) -> None:
@@ -375,6 +386,7 @@ class CompressionState:
                 self._begin()
             if self._error is None:
                 self._give(buffer, pairs)
+                self._release(buffer, pairs)
             if bucket.is_last() and self._error is None:
                 self._finish()
         except Exception as error:
@@ -417,6 +429,7 @@ class CompressionState:
     def _give(self, buffer: torch.Tensor, pairs: list[Any]) -> None:
         run = self._run
         run.resume_led()
+        earlier = run.running
         for p, gradient in pairs:
             name = self._names.get(p)
             if gradient.is_sparse and name is not None:
@@ -427,6 +440,21 @@ class CompressionState:
             if p not in run.planner.places:
                 raise ValueError(_fixed_by_ddp(f"one of shape {tuple(p.shape)}"))
             run.mark_ready(p, gradient)
+        run.resume_earlier(earlier)
+
+    def _release(self, buffer: torch.Tensor, pairs: list[Any]) -> None:
+        """Release a DDP bucket until `_hand_out`, and every `p.grad` that lies in it."""
+        if not self._releases or buffer.is_sparse:
+            return
+        storage = buffer.untyped_storage()
+        if storage.nbytes() != buffer.nbytes:
+            return
+        if buffer.is_cuda:
+            buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        for p, _ in pairs:
+            if p.grad is not None and p.grad.untyped_storage().data_ptr() == storage.data_ptr():
+                p.grad = None  # DDP sets it when it has the reduced gradient
+        storage.resize_(0)
 
     def _finish(self) -> None:
         """Run all programs to their ends, in the same order on all ranks.
@@ -459,16 +487,18 @@ class CompressionState:
         """
         waiting, self._waiting = self._waiting, []
         error, self._error = self._error, None
-        given = [pair for _, _, pairs in waiting for pair in pairs]
         model = self._model()
         factor = 1.0
         if not getattr(model, "_divide_by_initial_world_size", True):  # the user's, of `join`
             factor = self._group.size() / max(self._taking_part, 1)
-        for p, gradient in given if error is None else ():
-            gradient.copy_(self._reduced_like(gradient, p))
-            if factor != 1.0:
-                gradient.mul_(factor)
-        for future, buffer, _ in waiting:
+        for future, buffer, pairs in waiting:
+            if not buffer.is_sparse and not buffer.untyped_storage().nbytes():
+                buffer.untyped_storage().resize_(buffer.nbytes)
+            for p, gradient in pairs if error is None else ():
+                gradient.copy_(self._reduced_like(gradient, p))
+                if factor != 1.0:
+                    gradient.mul_(factor)
+                self._run.taken(p)
             if error is not None:
                 (buffer._values() if buffer.is_sparse else buffer).fill_(float("nan"))
             future.set_result(buffer)
@@ -487,6 +517,7 @@ class CompressionState:
         if self._joined or self._run.undone or model is None:
             return
         if model.find_unused_parameters or model.static_graph:
+            given = [pair for _, _, pairs in waiting for pair in pairs]
             dense = [(p, gradient) for p, gradient in given if not gradient.is_sparse]
             before = [(p, gradient, p.grad, _version(p.grad)) for p, gradient in dense]
             after_backward(lambda: _deliver(before))

@@ -129,6 +129,7 @@ class Reducer:
         in_order: launch programs in the order of the buckets, whatever the order in which gradients
             arrive. For transports that match collectives by order, where ranks may differ in it.
         beside: (name, parameter) of sparse gradients that have no bucket: their rows are gathered.
+        releases: release the memory of buckets between steps. Reduced gradients must be copied.
 
     Attributes:
         traffic: of this rank.
@@ -154,12 +155,13 @@ class Reducer:
         postscale: float,
         in_order: bool = False,
         beside: Named = (),
+        releases: bool = False,
     ) -> None:
         transport.check(planner.named_parameters)
         self.planner, self.transport, self.participants = planner, transport, participants
         self.rollback, self._nonfinite = options.rollback, options.nonfinite
         self.prescale, self.postscale, self._in_order = prescale, postscale, in_order
-        self.beside = list(beside)
+        self.beside, self._releases = list(beside), releases
         self.scaling, self.traffic = GradScalerAdapter(options.scaler), TrafficCounter()
         self.sources = Sources(planner.source, planner.places, options.batch_size, self.scaling)
         self.sources.watch(planner.buckets)
@@ -170,6 +172,8 @@ class Reducer:
         self.started = False
         self._can_discard = False  # the last exchange can still be rolled back
         self.errors: list[Exception] = []
+        for bucket in self.buckets if releases else ():
+            bucket.release()
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -223,6 +227,8 @@ class Reducer:
             gradient: dense, of the parameter's shape or one number; None stands for zero.
         """
         bucket, slot = self.planner.places[parameter]
+        if self._releases:
+            bucket.allocate()
         with torch.no_grad():
             if gradient is None:
                 bucket.views[slot].zero_()
@@ -349,6 +355,25 @@ class Reducer:
             if self.leads(bucket) and bucket.round == 1:
                 self._resume_in_order(bucket)
 
+    def resume_earlier(self, earlier: Sequence[Bucket]) -> None:
+        """Resume programs that started earlier and have more rounds to come.
+
+        So those overlap with backward too where collectives are matched by order. How many rounds a
+        program has is known from the exchange before. Called at the same places on all ranks, after
+        the next program has started: the link is busy with its first round meanwhile.
+
+        Args:
+            earlier: buckets whose programs run.
+
+        Raises:
+            Exception: of a program; see `drive`.
+        """
+        if self.participants.place is not None:
+            return
+        for bucket in earlier:
+            if bucket.runner is not None and bucket.round < bucket.rounds:
+                self._resume_in_order(bucket)
+
     def drive(self) -> None:
         """Run all programs to their ends, bucket by bucket, in the same order on all ranks.
 
@@ -457,6 +482,19 @@ class Reducer:
             bucket.result = None
             if bucket.waiting:
                 bucket.restore_frozen()
+            if self._releases:
+                bucket.release()
+
+    def taken(self, parameter: torch.nn.Parameter) -> None:
+        """Release a bucket if it is one to release and this reduced gradient was its last."""
+        place = self.planner.places.get(parameter) if self._releases else None
+        if place is None:
+            return
+        bucket, slot = place
+        bucket.taken.add(slot)
+        if len(bucket.taken) == len(bucket.parameters):
+            bucket.result = None
+            bucket.release()
 
     def abort(self) -> None:
         """Abort an exchange, e.g. after another rank's end."""

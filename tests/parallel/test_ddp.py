@@ -41,6 +41,8 @@ ON_TWO = [
     "discarded",
     "local_steps",
     "complex_parameters",
+    "later_rounds_during_backward",
+    "released_buckets",
     "scaled",
     "one_ends",
 ]

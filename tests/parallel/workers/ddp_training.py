@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import io
+import itertools
 import json
 import logging
 import sys
@@ -19,7 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from hvd_gradcomp import (
+    ChunkedTopKCompressor,
     DGCCompressor,
+    OneBitCompressor,
+    PowerSGDCompressor,
     QSGDCompressor,
     StromCompressor,
     VarianceCompressor,
@@ -38,6 +42,7 @@ from tests.methods import (
     ONE_OF_EACH,
     ONE_OF_TODAY,
     PRODUCTS,
+    ROBUST,
     TODAY,
     VARIANCE,
 )
@@ -85,7 +90,7 @@ def sgd(model, **options):
 
 
 def every_method():
-    for compression in [*ONE_OF_EACH, GRADIVEQ, LGC, LGC_SERVER, *ONE_OF_TODAY, *PRODUCTS]:
+    for compression in [*ONE_OF_EACH, GRADIVEQ, LGC, LGC_SERVER, *ONE_OF_TODAY, *PRODUCTS, *ROBUST]:
         model, state = wrapped(compression)
         start = vector(model)
         train(model, sgd(model), STEPS)
@@ -413,7 +418,7 @@ def sparse_gradients():
     # What is not finite in a row of one rank alone.
     for policy in ("raise", "propagate"):
         for as_dense in (True, False):
-            how = {"sparse_as_dense": as_dense, "nonfinite": policy}
+            how = {"sparse_as_dense": as_dense, "nonfinite": policy, "release_buckets": as_dense}
             model, state = words(StromCompressor(tau=0.05), **how)
             train_words(model, sgd(model), 2)
             kept = copy.deepcopy(state.state_dict()["buckets"])
@@ -914,6 +919,75 @@ def complex_parameters():
     torch.testing.assert_close(gradients[0], gradients[1])
     torch.testing.assert_close(gradients[0], gradients[2], rtol=0.05, atol=0.2)
     alike(torch.view_as_real(gradients[2]))
+
+
+def later_rounds_during_backward():
+    """From the second step on they are requested before the last gradient is there."""
+    model, state = wrapped(PowerSGDCompressor(rank=1), bucket_bytes=2000)
+    reduce, requested = dist.all_reduce, []
+
+    def counted(*arguments, **named):
+        requested.append("round")
+        return reduce(*arguments, **named)
+
+    model.module.first.weight.register_hook(lambda _: requested.append("last gradient"))
+    dist.all_reduce = counted
+    before = []
+    try:
+        for step in range(3):
+            requested.clear()
+            backward(model, step)
+            before.append(requested.index("last gradient"))
+    finally:
+        dist.all_reduce = reduce
+    assert before[1] == before[2] > before[0], (before, requested)
+    assert len(state._run.buckets) > 2
+
+
+def released_buckets():
+    """Gradients to the bit those of kept buckets; and where they lie meanwhile."""
+    for view, compression in itertools.product(
+        (False, True),
+        (ChunkedTopKCompressor(k=8), OneBitCompressor(), PowerSGDCompressor(rank=1), None),
+    ):
+        results = []
+        for released in (False, True):
+            of_ddp = (
+                {"gradient_as_bucket_view": True, "find_unused_parameters": True} if view else {}
+            )
+            how = {"bucket_bytes": 9000, "release_buckets": released}
+            model, state = wrapped(compression, of_ddp=of_ddp, **how)
+            optimizer, seen = sgd(model), []
+            last, first = model.module.third.weight, model.module.first.weight
+            first.register_hook(lambda _, p=last, seen=seen: seen.append(p.grad))
+            for step in range(STEPS):
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+                with model.no_sync():
+                    backward(model, step + STEPS)
+                seen.clear()
+                backward(model, step)
+                if view:  # and step 0 has one bucket of DDP
+                    assert (seen[-1] is None) is released or step == 0, (step, seen)
+                optimizer.step()
+            kept = [bucket.flat.untyped_storage().nbytes() for bucket in state._run.buckets]
+            assert released is not any(kept), kept
+            results.append(vector(model))
+        assert torch.equal(*results), (view, compression)
+        alike(results[1])
+    step_left_out(release_buckets=True)
+
+
+def step_left_out(**options):
+    """A step with an infinity, and the steps after it."""
+    model, state = wrapped(OneBitCompressor(), nonfinite="propagate", **options)
+    optimizer = sgd(model)
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    (loss(model, 2, dist.get_rank()) * float("inf")).backward()
+    assert all(p.grad.isnan().all() for p in model.parameters() if p.grad is not None)
+    assert state.stats().skipped == 1
+    train(model, optimizer, 2, first=3)
+    alike(vector(model))
 
 
 def compared(folder):
