@@ -258,8 +258,11 @@ class ShardedCompression:
         scaler: Any = None,
     ) -> None:
         _require_mesh(mesh)
-        self._replicas = ProcessGroup(mesh.get_group(0))
         self._everybody = ProcessGroup(mesh.get_group(0), sorted(mesh.mesh.flatten().tolist()))
+        if self._everybody.size() == dist.get_world_size():
+            self._replicas = self._everybody.split([sorted(x) for x in mesh.mesh.t().tolist()])
+        else:  # ranks outside of the mesh do not come here, and members alone make the group
+            self._replicas = ProcessGroup(mesh.get_group(0))
         self._place = mesh.get_local_rank(0), mesh.get_local_rank(1)
         self._mesh = tuple(mesh.mesh.shape)
         self._transport = C10dBackend(self._replicas, "fsdp")

@@ -18,6 +18,7 @@ PARTS = (
     "momentum_is_taken_over",
     "state_goes_on",
     "not_finite",
+    "groups_of_some_ranks",
     "discarded",
     "unused",
     "what_cannot_go",
