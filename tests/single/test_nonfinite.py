@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -19,9 +21,12 @@ from tests.methods import (
     LEADER,
     LEARNED,
     LINEAR,
+    ONE_OF_EACH,
+    ONE_OF_TODAY,
     OUTSIDE,
     PRODUCTS,
     QUANTIZED,
+    ROBUST,
     ROUNDED,
     TODAY,
     WORDS,
@@ -89,7 +94,7 @@ def _arrived(compressor, gradient, fields):
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize(
-    "compressor", EVERY + LEARNED + OUTSIDE + TODAY + PRODUCTS + ROUNDED[::3], ids=repr
+    "compressor", EVERY + LEARNED + OUTSIDE + TODAY + PRODUCTS + ROBUST + ROUNDED[::3], ids=repr
 )
 def test_a_step_that_was_undone_leaves_no_trace(compressor, static):
     """Do as the PyTorch reducer does for `nonfinite="skip"`, by plain ops."""
@@ -137,6 +142,39 @@ def test_a_step_that_is_kept_uses_the_same_memory_again():
         ops.let_go(kept, now)
         seen |= {x.data_ptr() for x in now if x.numel() > 999}
     assert len(seen) == 4, "two vectors, and room for as many"
+
+
+def _in_use():
+    """Bytes of all tensors that are alive."""
+    gc.collect()
+    storages = {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+        for x in gc.get_objects()
+        if issubclass(type(x), torch.Tensor)
+    }
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(
+    "compressor", ONE_OF_EACH + ONE_OF_TODAY + LEARNED[::2] + PRODUCTS + ROBUST, ids=repr
+)
+def test_memory_for_steps_that_may_be_undone_does_not_grow(compressor):
+    """Of a method that learns, while it learns: its new parameters take the place of the old."""
+    layout = Layout(("a", "b"), ((30, 20), (9,)), block=compressor.block)
+    ops = TorchOps()
+    world = World(compressor, ops, layout, 2)
+    generator = torch.Generator().manual_seed(1)
+    used = []
+    for step in range(75):
+        kept = [x for state in world.states for _, x in leaves(state)]
+        ops.keep(kept)
+        world.step([torch.randn(layout.size, generator=generator) for _ in range(2)])
+        ops.let_go(kept, [x for state in world.states for _, x in leaves(state)])
+        del kept
+        if step in (54, 74):
+            world.traffic = []
+            used.append(_in_use())
+    assert used[1] <= used[0] + 4096, used
 
 
 SINGLE_SUMS = LINEAR + QUANTIZED + [c for c in WORDS if isinstance(c, VarianceCompressor)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cache
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ DTYPES = {
     "uint8": torch.uint8,
     "bool": torch.bool,
 }
+_Kind = tuple[torch.dtype, int]  # dtype and elements of a tensor
 WORD = 0xFFFFFFFF
 TILE = 1 << 18  # elements: few enough to stay in cache, enough to amortize the calls
 HEAD = 64  # bytes before a body, at most
@@ -72,22 +74,38 @@ class Base(Ops):
         self._copied: Any = None  # CUDA: the event after the newest copy to the host
         self._pending: list[tuple[Sequence[str], Tensor, type[Exception]]] = []
         self._headless: Tensor | None = None  # see `body`
-        self._kept: set[int] = set()  # addresses that ops must not write to
-        self._rooms: dict[tuple[torch.dtype, int], list[Tensor]] = {}  # to write to instead
+        self._kept: dict[int, _Kind] = {}  # what ops must not write to, by its address
+        self._rooms: dict[_Kind, list[Tensor]] = {}  # to write to instead
+        self._count: Counter[_Kind] = Counter()  # of what is kept now
+        self._most: Counter[_Kind] = Counter()  # of what was kept at one time
 
     # -- a step that may be rolled back --------------------------------------------------------
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Protect tensors until `let_go`: donating ops write elsewhere."""
-        self._kept.update(_place(x) for x in tensors if x.numel() > 1)
+        for x in tensors:
+            place, kind = _place(x), (x.dtype, x.numel())
+            if x.numel() > 1 and place not in self._kept:
+                self._kept[place] = kind
+                self._count[kind] += 1
+                self._most[kind] = max(self._most[kind], self._count[kind])
 
     def let_go(self, kept: Iterable[Tensor], now: Iterable[Tensor]) -> None:
-        """End `keep`; tensors that are not in use now become memory for later steps."""
+        """End `keep`; tensors that are not in use now become memory for later steps.
+
+        At most as many as were kept: ops that do not donate take none, and leave one in each step.
+        """
         used = {_place(x) for x in now}
         for x in kept:
-            if _place(x) in self._kept and _place(x) not in used:
-                self._rooms.setdefault((x.dtype, x.numel()), []).append(x)
-            self._kept.discard(_place(x))
+            kind = self._kept.pop(_place(x), None)
+            if kind is None:
+                continue
+            self._count[kind] -= 1
+            if _place(x) in used:
+                continue
+            rooms = self._rooms.setdefault(kind, [])
+            if len(rooms) < self._most[kind]:
+                rooms.append(x)
 
     def room(self, x: Tensor) -> Tensor:
         """Return memory for a donating op: x, or uninitialized memory like x if x is kept."""
