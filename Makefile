@@ -61,7 +61,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup check test sweep clients-ray test-older triton traffic asan compat demo bench papers gpu bench-loopback \
 	bench-steps hosts hosts-possible worth soak chaos images test-image image-gpu \
-	clean-images wheels torch-alone docs tutorial clean
+	clean-images fuzz wheels torch-alone docs tutorial clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 24
@@ -114,6 +114,9 @@ test-older: $(VENV_OLDER)/.stamp ## what one process can test, on PyTorch 2.0 an
 
 asan: $(frameworks) ## what is written in C under AddressSanitizer, with damaged input; minutes
 	@tests/asan.sh $(python) $(ARGS)
+
+fuzz: $(frameworks) ## payloads that a sender has made up, by libFuzzer under AddressSanitizer; needs clang; ARGS=-max_total_time=600
+	@tests/fuzz.sh $(python) $(ARGS)
 
 compat: $(compat) ## Horovod's own tests and examples, stock beside ours; COMPAT_SOURCE=its checkout
 	@$(run) -m tests.compat $(ARGS)

@@ -12,6 +12,17 @@
 #include "kernels.h"
 #include "threads.h"
 
+#ifdef __x86_64__
+#include <cpuid.h>
+
+/* clang before 16 does not know the name for `__builtin_cpu_supports`. */
+static int has_f16c;
+__attribute__((constructor)) static void look_for_f16c(void) {
+  unsigned a, b, c = 0, d;
+  has_f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 #define GROUP 32
 #define CHUNK 4096
 #define TINY 0x1p-100f
@@ -1621,7 +1632,7 @@ __attribute__((target("avx512f,avx2,f16c"))) static void sum_e4m3_avx512(
 
 static void add_e4m3(float *total, const uint8_t *codes, int64_t n, float unit, float weight) {
 #ifdef __x86_64__
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+  if (__builtin_cpu_supports("avx2") && has_f16c) {
     add_e4m3_avx2(total, codes, n, unit, weight);
     return;
   }
@@ -1648,7 +1659,7 @@ int add_floats(const band *bands, int64_t count, const float *base, float *out, 
       begin = stop;
     }
     if (bits == 8 && !checks && ranks <= FEW && __builtin_cpu_supports("avx2") &&
-        __builtin_cpu_supports("f16c")) {
+        has_f16c) {
       sum_of_group *sum = __builtin_cpu_supports("avx512f") ? sum_e4m3_avx512 : sum_e4m3_avx2;
       sum_groups(sum, w, base, out, begin, stop, ranks, codes, code_stride, unit,
                  unit_stride, 1.0f, weights, base != out && 4 * n >= MUCH);
