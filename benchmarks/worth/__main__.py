@@ -13,6 +13,7 @@ is set to make that 0.3, 1, 3, 10 and 30.
    How many steps that takes does not depend on the link, since the same bits arrive at any rate.
 2. `time`: with each way and rate, some steps of the same training over the shaped link.
 3. `whole`: whole trainings over the shaped link at one ratio, to check the product of the two.
+4. `advise`: what `hvd-gradcomp advise` recommends on each link, beside the best that was measured.
 
 Time to the target is steps times the time of a step. Looks at the loss, and the beginning of a
 training, do not count. What is there already is not measured again (`--again` does).
@@ -40,6 +41,7 @@ from rich.table import Table
 
 from benchmarks.papers import data
 from benchmarks.rig import Hosts, HostsError, JobError
+from benchmarks.worth import advised
 from benchmarks.worth.ways import LIMIT, MARK, SEPARATE, STOCK, TASKS, TIMED, Training
 from hvd_gradcomp.cli import style
 
@@ -66,9 +68,9 @@ class Measured:
         machine = {"cores": os.cpu_count(), "kernel": platform.release()}
         self.all: dict[str, Any] = {"task": training.task, "hosts": hosts, "machine": machine}
         self.all |= {"goal": training.goal, "compute_ms": None, "parameters": 0}
-        self.all |= {"train": [], "time": [], "whole": []}
+        self.all |= {"train": [], "time": [], "whole": [], "advise": []}
         if path.exists():
-            self.all = json.loads(path.read_text())
+            self.all |= json.loads(path.read_text())
             if self.all["hosts"] != hosts or self.all["goal"] != training.goal:
                 raise SystemExit(f"{path} is of another measurement: give another --folder")
 
@@ -88,6 +90,24 @@ class Measured:
     def save(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.all, indent=1) + "\n")
+
+    def advised(self, row: dict[str, Any], ratio: float) -> None:
+        """Add what was recommended at a ratio, in the place of what was before."""
+        kept = [r for r in self.all["advise"] if r["ratio"] != ratio]
+        self.all["advise"] = sorted([*kept, {"ratio": ratio, **row}], key=lambda r: r["ratio"])
+        self.save()
+
+    def advice(self, ratio: float) -> str:
+        """Return what was recommended at a ratio, in words."""
+        (row,) = self.rows("advise", ratio=ratio)
+        titles = {key: way.title for key, way in self.training.ways.items()}
+        text = f"at {ratio:g} advise says {titles[row['way']]}"
+        if row["within"] is None:
+            return f"{text}, which was not timed"
+        return (
+            f"{text}: {row['sooner']:.2f} times sooner; the best, {titles[row['best']]}, "
+            f"{row['best_sooner']:.2f}, which is {row['within']:.2f} times that"
+        )
 
     @property
     def link_bytes(self) -> float:
@@ -199,6 +219,12 @@ def measure(measured: Measured, options: argparse.Namespace, console: Console) -
             for row in job(hosts, options.task, "time", left, **how) if left else ():
                 measured.add("time", row, ratio=ratio)
                 console.print(f"  {row['way']}: {row['ms']:.1f} ms a step")
+        for ratio in options.ratios if "advise" in options.parts else ():
+            hosts.set_rate(measured.rate(ratio))
+            said = advised.advice(hosts, options.data, options.timeout)
+            sooner = {way: measured.speed_ups(way, ratio) for way in measured.training.ways}
+            measured.advised(advised.compared(said, sooner), ratio)
+            console.print(measured.advice(ratio))
         if "whole" in options.parts:
             hosts.set_rate(measured.rate(CHECKED))
             for way in options.whole:
@@ -313,7 +339,7 @@ def main() -> int:
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--ways", nargs="+", default=[], metavar="KEY", help="and stock Horovod")
-    parser.add_argument("--parts", nargs="+", choices=("train", "time", "whole"))
+    parser.add_argument("--parts", nargs="+", choices=("train", "time", "whole", "advise"))
     parser.add_argument("--whole", nargs="+", default=[STOCK, "bf16", "hook", "sparse-5"])
     parser.add_argument("--again", action="store_true", help="also what is there")
     parser.add_argument("--timeout", type=float, default=7200.0, help="seconds of a job")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.worth import __main__ as worth
+from benchmarks.worth import advised
 from benchmarks.worth.ways import LOOK, STOCK, TASKS, TIMED
 
 TRAINING = TASKS["transformer"]
@@ -77,6 +78,26 @@ def test_the_page_has_what_was_measured():
     for way in {row["way"] for row in kept.all["train"]}:
         cells = [worth.cell(kept, way, ratio) for ratio in ratios]
         assert shown[TRAINING.ways[way].title] == cells
+
+
+def test_what_advise_says_is_compared_with_the_best_that_was_timed(measured):
+    said = {"forward_ms": 1.0, "backward_ms": 2.0, "bandwidth": 1e9, "local_steps": None}
+    sooner = {STOCK: [1.0, 1.0], "bf16": [1.4], "local-int8": [2.0, 3.0, 2.8], "qsgd": []}
+    for use, way, within in ((None, STOCK, 2.8), ("BF16Compressor()", "bf16", 2.0)):
+        row = advised.compared({**said, "use": use}, sooner)
+        assert (row["way"], row["best"], row["within"]) == (
+            way,
+            "local-int8",
+            pytest.approx(within),
+        )
+    local = {"use": "Int8Compressor()", "every": 15, "sooner": [1.0, 2.0, 3.0]}
+    measured.advised(advised.compared({**said, "local_steps": local, "use": None}, sooner), 10.0)
+    assert "LocalSteps, 15, Int8: 2.80 times sooner" in measured.advice(10.0)
+    unknown = {**said, "use": "QSGDCompressor()"}
+    measured.advised(advised.compared(unknown, sooner), 10.0)
+    assert measured.advice(10.0).endswith("QSGD, 4 bits, which was not timed")
+    with pytest.raises(ValueError, match="no way of make worth"):
+        advised.way_of({**said, "use": "StromCompressor(tau=1)"})
 
 
 @pytest.mark.parametrize("training", TASKS.values(), ids=TASKS)
