@@ -77,10 +77,23 @@ class Robust(Composite):
         Raises:
             ValueError: the ranks are too few for `trim`, or the compressor does more than gather.
         """
-        if self.rule == "trimmed" and 1 < ranks <= 2 * self.trim:
-            raise ValueError(f"{self} leaves nothing of {ranks} ranks: trim less, or use 'clip'")
+        self._check_ranks(ranks)
         self._rehearse(ops, layout)
         return RobustState(self.inner.start(ops, layout, 1))
+
+    def resized(self, ops: Ops, state: RobustState, step: Any, ranks: int) -> RobustState:
+        """Return the same state: the compressor knows of one rank alone.
+
+        Raises:
+            ValueError: the ranks are too few for `trim`.
+        """
+        del ops, step
+        self._check_ranks(ranks)
+        return state
+
+    def _check_ranks(self, ranks: int) -> None:
+        if self.rule == "trimmed" and 1 < ranks <= 2 * self.trim:
+            raise ValueError(f"{self} leaves nothing of {ranks} ranks: trim less, or use 'clip'")
 
     def _rehearse(self, ops: Ops, layout: Layout) -> None:
         """Check that the program of the compressor is one allgather."""

@@ -222,6 +222,11 @@ def test_what_is_no_rule_and_what_is_left_of_few_ranks():
         robust(None, "trimmed", trim=0)
     with pytest.raises(ValueError, match="leaves nothing of 4 ranks"):
         world_of(robust(None, "trimmed", trim=2), 4)
+    world = world_of(robust(None, "trimmed", trim=2), 5)
+    for ranks in (1, 5, 8):
+        assert world.compressor.resized(world.ops, world.states[0], 1, ranks) is world.states[0]
+    with pytest.raises(ValueError, match="leaves nothing of 4 ranks"):
+        world.compressor.resized(world.ops, world.states[0], 1, 4)
     with pytest.raises(TypeError, match="robust needs a compressor or None"):
         robust(partition([("*", None)]))
 
