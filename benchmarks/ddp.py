@@ -30,10 +30,20 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import hvd_gradcomp
-from benchmarks.fsdp import BATCH, FIRST, LENGTH, ROUNDS, WIDTH, Transformer
+from benchmarks.fsdp import (
+    BATCH,
+    FIRST,
+    LENGTH,
+    ROUNDS,
+    WIDTH,
+    Row,
+    Transformer,
+    as_rank,
+    on_hosts,
+)
 from hvd_gradcomp.torch import ddp
 
-RANKS, MARK = 2, "DDP "
+RANKS = 2
 STOCK = "DistributedDataParallel"
 WAYS = (
     STOCK,
@@ -45,8 +55,6 @@ WAYS = (
 )
 LAYERS, BUCKET_MB = 16, 5  # 12.6 million parameters, 11 buckets
 STEPS = 4  # before memory is looked at
-
-Row = dict[str, Any]
 
 
 class Training:
@@ -150,36 +158,6 @@ def spawn(how: tuple[str, bool, bool] | None = None) -> Any:
         return json.loads(Path(folder, "found.json").read_text())
 
 
-def on_hosts(rate: str) -> list[Row]:
-    """Measure with a rank on each host.
-
-    Raises:
-        HostsError: hosts cannot be made here.
-        JobError: the ranks have failed.
-    """
-    from benchmarks.rig import Hosts
-
-    with Hosts(RANKS, rate) as hosts:
-        output = hosts.horovodrun(["python", "-m", "benchmarks.ddp", "--rank"])
-    (line,) = (line for line in output.splitlines() if MARK in line)
-    rows: list[Row] = json.loads(line.partition(MARK)[2])
-    return rows
-
-
-def as_rank() -> None:
-    """Measure as one of Horovod's ranks; rank 0 prints the rows."""
-    import hvd_gradcomp.torch as hvd
-    from benchmarks.papers.hook import connect
-
-    hvd.init()
-    connect()
-    rows = measured()
-    if hvd.rank() == 0:
-        print(MARK + json.dumps(rows), flush=True)
-    hvd.barrier()
-    hvd.shutdown()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ddp", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -189,9 +167,9 @@ def main() -> None:
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank:
-        as_rank()
+        as_rank(measured)
         return
-    rows = on_hosts(given.rate) if given.rate else spawn()
+    rows = on_hosts(given.rate, "benchmarks.ddp") if given.rate else spawn()
     where = f"two hosts at {given.rate}" if given.rate else "this machine"
     print(f"{RANKS} ranks on {where}, {os.cpu_count()} cores, gloo\n")
     print("| way | ms a step | spread | / stock | waited |\n|---|--:|--:|--:|--:|")

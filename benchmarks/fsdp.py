@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard
 import hvd_gradcomp
 from hvd_gradcomp.torch import fsdp
 
-HOSTS, INSIDE, MARK = 2, 2, "FSDP "
+HOSTS, INSIDE, MARK = 2, 2, "ROWS "
 STOCK = "hybrid sharding"
 WAYS = (
     STOCK,
@@ -131,8 +131,8 @@ def spawned(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def on_hosts(rate: str) -> list[Row]:
-    """Measure with a replica on each host.
+def on_hosts(rate: str, module: str, inside: int = 1) -> list[Row]:
+    """Measure with so many ranks on each of two hosts; `module` is the benchmark.
 
     Raises:
         HostsError: hosts cannot be made here.
@@ -141,14 +141,14 @@ def on_hosts(rate: str) -> list[Row]:
     from benchmarks.rig import Hosts
 
     with Hosts(HOSTS, rate) as hosts:
-        command = ["python", "-m", "benchmarks.fsdp", "--rank"]
-        output = hosts.horovodrun(command, ranks_per_host=INSIDE)
+        command = ["python", "-m", module, "--rank"]
+        output = hosts.horovodrun(command, ranks_per_host=inside)
     (line,) = (line for line in output.splitlines() if MARK in line)
     rows: list[Row] = json.loads(line.partition(MARK)[2])
     return rows
 
 
-def as_rank() -> None:
+def as_rank(measured: Callable[[], list[Row]]) -> None:
     """Measure as one of Horovod's ranks; rank 0 prints the rows."""
     import hvd_gradcomp.torch as hvd
     from benchmarks.papers.hook import connect
@@ -170,10 +170,10 @@ def main() -> None:
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.rank:
-        as_rank()
+        as_rank(measured)
         return
     if given.rate:
-        rows = on_hosts(given.rate)
+        rows = on_hosts(given.rate, "benchmarks.fsdp", INSIDE)
     else:
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(spawned, (folder,), HOSTS * INSIDE)

@@ -291,12 +291,12 @@ def _warmup(found: Found) -> list[Claim]:
 
 
 def _tail(result: Result) -> list[float]:
-    """The training loss in five stretches of the last tenth."""
+    """Return the training loss in five stretches of the last tenth."""
     return [loss for _, loss in result["curve"][-5:]]
 
 
 def _uncertain(every: list[list[Result]]) -> str:
-    """How well the losses at the end are known, from the first seed."""
+    """Return the standard errors of the losses at the end, from the first seed."""
     tails = [_tail(results[0]) for results in every]
     errors = [statistics.stdev(tail) / len(tail) ** 0.5 for tail in tails]
     shown = ", ".join(f"{error:.3f}" for error in errors)

@@ -27,7 +27,7 @@ ROUNDS = 4  # of a program, of which one is attacked
 
 
 class FindingError(Exception):
-    """What must not come of a payload."""
+    """Outcome that no payload may have."""
 
 
 def reframed(data: np.ndarray, ops: TorchOps) -> np.ndarray:

@@ -161,7 +161,7 @@ def _in_use():
     "compressor", ONE_OF_EACH + ONE_OF_TODAY + LEARNED[::2] + PRODUCTS + ROBUST, ids=repr
 )
 def test_memory_for_steps_that_may_be_undone_does_not_grow(compressor):
-    """Of a method that learns, while it learns: its new parameters take the place of the old."""
+    """Let methods learn too: new parameters take the place of the old."""
     layout = Layout(("a", "b"), ((30, 20), (9,)), block=compressor.block)
     ops = TorchOps()
     world = World(compressor, ops, layout, 2)
