@@ -16,7 +16,7 @@ from benchmarks.papers.parts import Scale
 from benchmarks.papers.training import TASKS as DATA
 from benchmarks.rig import Hosts
 from benchmarks.worth.ways import COMMON, STOCK, TASKS
-from hvd_gradcomp.core.compressor import brief
+from hvd_gradcomp.planning.description import brief
 
 FOLDER = "WORTH_DATA"  # environment variable: a folder in the place of Debian's packages
 COMMAND = ["python", "-m", "hvd_gradcomp", "advise", "--rounds", "9"]
@@ -62,7 +62,7 @@ def way_of(said: dict[str, Any]) -> str:
         return STOCK
     use = said["use"] if local is None else local["use"]
     for key, way in COMMON.items():
-        alike = brief(repr(eval(way.compressor.format(momentum=0.0), vars(hvd_gradcomp)))) == use
+        alike = brief(eval(way.compressor.format(momentum=0.0), vars(hvd_gradcomp))) == use
         every = f"every={local['every']}, outer" if local else ""
         if alike and not way.library and way.local.partition("=OuterSGD")[0] == every:
             return key

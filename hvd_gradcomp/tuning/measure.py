@@ -37,6 +37,7 @@ from hvd_gradcomp.torch.step_sync import ConfigCheck
 from hvd_gradcomp.tuning.models import Model, ModelError, shapes
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes, to measure a link with
+LONG = 0.25  # seconds of a collective, after which larger ones are not measured
 
 _LEARNED = 10_000  # a step at which learning methods are past their warm-up
 _SHIFTS = 1 << 20
@@ -574,6 +575,10 @@ def alone(
 def link(sizes: Sequence[int] = SIZES, rounds: int = 3, latency: float = 50e-6) -> Link:
     """Measure the running job's collectives; all ranks call it.
 
+    On a slow link large ones take seconds, and say no more of it: from `LONG` on the link's rate is
+    all that counts. So the first size that takes so long is the last, but for the first two, and is
+    measured twice.
+
     Args:
         sizes: bytes that each rank submits, ascending, at least two.
         rounds: of each; medians are used.
@@ -595,7 +600,11 @@ def link(sizes: Sequence[int] = SIZES, rounds: int = 3, latency: float = 50e-6) 
                 seconds = slowest(time.perf_counter() - start)
                 if turn:
                     took.append(seconds)
+                if turn == 2 and seconds > LONG:  # the same on all ranks
+                    break
             points.append((volume(kind, count, ranks), statistics.median(took)))
+            if len(points) > 1 and points[-1][1] > LONG:  # the same on all ranks
+                break
         curves[kind] = tuple(sorted(points))
     return Link(ranks, curves, latency)
 

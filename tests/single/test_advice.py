@@ -8,6 +8,7 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -309,3 +310,20 @@ def test_what_is_advised_is_within_a_fifth_of_the_best_that_was_measured(ratio):
         assert choice is None
         return
     assert max(sooner.values()) <= 1.2 * sooner[ways[choice.setting]]
+
+
+@pytest.mark.parametrize("rate", [1e5, 1e7, 1e9])
+def test_a_slow_link_is_not_measured_for_minutes(monkeypatch, rate):
+    """At 15 Mb/s five kinds of collectives of 16 MB, ten times each, took nine minutes."""
+    measure = pytest.importorskip("hvd_gradcomp.tuning.measure", reason="needs Horovod")
+    asked = []
+    two = SimpleNamespace(size=lambda: 2, barrier=lambda: None)
+    monkeypatch.setattr(measure, "horovod", two)
+    monkeypatch.setattr(measure, "_collective", lambda kind, x, name: asked.append(x.numel()))
+    monkeypatch.setattr(measure, "slowest", lambda seconds: 1e-3 + asked[-1] / rate)
+    found = measure.link(rounds=9)
+    assert found.bandwidth == pytest.approx(8 * rate, rel=0.01)
+    assert max(asked) <= max(measure.SIZES[1], 16 * rate * measure.LONG)
+    assert sum(asked) / rate < 60
+    full = measure.SIZES[-1] in asked
+    assert full == (rate == 1e9)

@@ -10,6 +10,11 @@ import pytest
 from benchmarks.worth import __main__ as worth
 from benchmarks.worth import advised
 from benchmarks.worth.ways import LOOK, STOCK, TASKS, TIMED
+from hvd_gradcomp import BF16Compressor, Int8Compressor, QSGDCompressor, StromCompressor
+from hvd_gradcomp.cli import advise
+from hvd_gradcomp.planning.description import brief
+from hvd_gradcomp.tuning import fewer_exchanges
+from hvd_gradcomp.tuning.advice import Span
 
 TRAINING = TASKS["transformer"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,21 +88,25 @@ def test_the_page_has_what_was_measured():
 def test_what_advise_says_is_compared_with_the_best_that_was_timed(measured):
     said = {"forward_ms": 1.0, "backward_ms": 2.0, "bandwidth": 1e9, "local_steps": None}
     sooner = {STOCK: [1.0, 1.0], "bf16": [1.4], "local-int8": [2.0, 3.0, 2.8], "qsgd": []}
-    for use, way, within in ((None, STOCK, 2.8), ("BF16Compressor()", "bf16", 2.0)):
+    for use, way, within in ((None, STOCK, 2.8), (brief(BF16Compressor()), "bf16", 2.0)):
         row = advised.compared({**said, "use": use}, sooner)
         assert (row["way"], row["best"], row["within"]) == (
             way,
             "local-int8",
             pytest.approx(within),
         )
-    local = {"use": "Int8Compressor()", "every": 15, "sooner": [1.0, 2.0, 3.0]}
+    for setting in fewer_exchanges.SETTINGS:  # what advise may say, as it says it
+        step = Span(1.0, 1.0, 1.0)
+        local = advise.local_steps_of(fewer_exchanges.Choice(setting, step, step))
+        assert TASKS["transformer"].ways[advised.way_of({**said, "local_steps": local})].local
+    local = {"use": brief(Int8Compressor()), "every": 15, "sooner": [1.0, 2.0, 3.0]}
     measured.advised(advised.compared({**said, "local_steps": local, "use": None}, sooner), 10.0)
     assert "LocalSteps, 15, Int8: 2.80 times sooner" in measured.advice(10.0)
-    unknown = {**said, "use": "QSGDCompressor()"}
+    unknown = {**said, "use": brief(QSGDCompressor(bits=4))}
     measured.advised(advised.compared(unknown, sooner), 10.0)
     assert measured.advice(10.0).endswith("QSGD, 4 bits, which was not timed")
     with pytest.raises(ValueError, match="no way of make worth"):
-        advised.way_of({**said, "use": "StromCompressor(tau=1)"})
+        advised.way_of({**said, "use": brief(StromCompressor(tau=1))})
 
 
 @pytest.mark.parametrize("training", TASKS.values(), ids=TASKS)
