@@ -73,9 +73,14 @@ class ThreadRank:
     library, version, failure = "threads", "none", RuntimeError
     hangs_up = True
 
-    def __init__(self, hub: _Hub, rank: int) -> None:
-        self.rank, self._hub, self._number = rank, hub, 0
+    def __init__(self, hub: _Hub, rank: int, other: _Hub | None = None) -> None:
+        self.rank, self._hub, self._number, self._other = rank, hub, 0, other
         self.group, self.name = _Group(rank, hub.size), "threads"
+
+    def apart(self) -> ThreadRank:
+        """Return the rank with connections of its own; once."""
+        assert self._other is not None
+        return ThreadRank(self._other, self.rank)
 
     def connect(self, name: str) -> Connection:
         del name
@@ -130,14 +135,15 @@ class ThreadRank:
 
 def run(size: int, work: Callable[[ThreadRank], Any]) -> Sequence[Any]:
     """Run `work` on each of several ranks; return their results, or errors, in order of rank."""
-    hub, results = _Hub(size), [None] * size
+    hub, other, results = _Hub(size), _Hub(size), [None] * size
 
     def one(rank: int) -> None:
         try:
-            results[rank] = work(ThreadRank(hub, rank))
+            results[rank] = work(ThreadRank(hub, rank, other))
         except Exception as error:
             results[rank] = error
             hub.hang_up()
+            other.hang_up()
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
     for thread in threads:

@@ -22,6 +22,7 @@ from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.reducer import sum_of_bits
+from hvd_gradcomp.torch.round_clock import RoundClock
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 from hvd_gradcomp.torch.tensor_exchange import Connection, RankSync, TensorExchange
 from hvd_gradcomp.torch.wrapped_optimizer import (
@@ -111,6 +112,9 @@ class LocalStepsOptimizer(WrappedOptimizer):
         stock: Horovod's `Compression`, if there is Horovod.
         named_buffers: buffers whose mean over ranks is taken with the last fragment.
         bucket_bytes, nonfinite: as in `DistributedOptimizer`.
+        deadline: seconds that ranks go on for those that have made fewer steps; None to exchange
+            after as many steps on all of them.
+        connect_clock: as `connect`, where nothing else travels; needed with a deadline.
 
     Attributes:
         schedule: of the exchanges.
@@ -132,6 +136,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
         named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
         bucket_bytes: int | None = None,
         nonfinite: str | None = None,
+        deadline: float | None = None,
+        connect_clock: Callable[[], Connection] | None = None,
     ) -> None:
         super().__init__(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS) and schedule.warmup_steps:
@@ -144,7 +150,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
                 f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}: there is no "
                 "mean of parameters that are not finite"
             )
-        self.schedule = schedule
+        check_deadline(deadline, schedule)
+        self.schedule, self.deadline = schedule, deadline
         named = named_of(optimizer, named_parameters)
         self._skips = nonfinite == "skip"
         options = ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite=nonfinite, scaler=False)
@@ -155,6 +162,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self._settings = settings = (
             f"{schedule}, outer={_described(self.outer)}, {nonfinite=}, {bucket_bytes=}"
         )
+        if deadline is not None:
+            self._settings = settings = f"{settings}, {deadline=}"
         self._sync = RankSync(connect("sync"))
         self._fragments: list[Fragment] = []
         for number, places in enumerate(cut([p.numel() for _, p in named], schedule.fragments)):
@@ -173,6 +182,11 @@ class LocalStepsOptimizer(WrappedOptimizer):
         buffers = [(n, b) for n, b in named_buffers or () if b.is_floating_point()]
         self._buffers = [b for _, b in buffers]
         self._averager = self._averaging(buffers, connect, "buffers") if buffers else None
+        self._round_clock = None
+        if deadline is not None:
+            assert connect_clock is not None
+            device = named[0][1].device
+            self._round_clock = RoundClock(connect_clock(), schedule.every, deadline, device)
         self._names = [name for name, _ in named]
         self.steps_made = self.rounds = self._clock = 0
         self._started = self._loaded = False
@@ -209,6 +223,9 @@ class LocalStepsOptimizer(WrappedOptimizer):
             for fragment in self._fragments:
                 fragment.moved = True
         self._clock, self.steps_made = step, self.steps_made + 1
+        if self._round_clock is not None:
+            self._step_of_round(self._round_clock, step)
+            return loss
         for number in self.schedule.applies(step):
             if self._fragments[number].sent is not None:  # not where exchange() has come between
                 self._apply(number)
@@ -222,6 +239,14 @@ class LocalStepsOptimizer(WrappedOptimizer):
             self._take_copies()
         return loss
 
+    def _step_of_round(self, clock: RoundClock, step: int) -> None:
+        """Exchange if a round has ended."""
+        if step == self.schedule.warmup_steps:
+            self._take_copies()
+            clock.restart()
+        elif step > self.schedule.warmup_steps and clock.step():
+            self._exchange()
+
     @torch.no_grad()
     def exchange(self) -> None:
         """Exchange now, whatever the schedule says: at the end of a training, or of an epoch.
@@ -232,11 +257,20 @@ class LocalStepsOptimizer(WrappedOptimizer):
         any rank nothing is sent: the outer momentum would go on alone.
 
         Raises:
-            OutOfStepError: on all ranks, if others are in the exchange of a step.
+            OutOfStepError: on all ranks, if others are in the exchange of a step; with a deadline
+                it waits for them instead.
         """
-        self._begin()
         if self._clock < self.schedule.warmup_steps:
+            self._begin()
             return  # ranks are equal
+        while self._round_clock is not None and not self._round_clock.meet():
+            self._exchange()
+        self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Exchange all fragments, at one place on all ranks."""
+        self._begin()
         for number, fragment in enumerate(self._fragments):
             if fragment.sent is not None:
                 self._apply(number)
@@ -260,6 +294,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
         for fragment in self._fragments:
             fragment.exchange.abort()
             fragment.sent = None
+        if self._round_clock is not None:
+            self._round_clock.restart()
         self._take_copies()
 
     @torch.no_grad()
@@ -398,6 +434,11 @@ class LocalStepsOptimizer(WrappedOptimizer):
 
     # -- what it keeps, and what it has done ---------------------------------------------------
 
+    def compare_again(self) -> None:
+        super().compare_again()
+        if self._round_clock is not None:
+            self._round_clock.reconnect()
+
     @property
     def exchanges(self) -> tuple[list[TensorExchange], list[TensorExchange]]:
         others = [each for each in (self._warmup, self._averager) if each is not None]
@@ -497,6 +538,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
                 for p, value in zip(fragment.parameters, local):
                     p.copy_(value)
         self._started, self._loaded = kept["started"], True
+        if self._round_clock is not None:
+            self._round_clock.restart()
         self._clock = kept["clock"]
         self.steps_made, self.rounds = kept["steps"], kept["rounds"]
 
@@ -511,6 +554,23 @@ class LocalStepsOptimizer(WrappedOptimizer):
 
 
 _WARMUP, _LOADED = -1, -2  # said in the place of a fragment
+
+
+def check_deadline(deadline: float | None, schedule: LocalSchedule) -> None:
+    """Check a deadline.
+
+    Raises:
+        ValueError: it is out of range, or the schedule has fragments or a delay, which count steps.
+    """
+    if deadline is None:
+        return
+    if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0:
+        raise ValueError(f"deadline= takes seconds, more than 0, or None, got {deadline!r}")
+    if schedule.fragments > 1 or schedule.delay:
+        raise ValueError(
+            "deadline= lets ranks make different numbers of steps, which fragments= and delay= "
+            "count: leave them out with a deadline"
+        )
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

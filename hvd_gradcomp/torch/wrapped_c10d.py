@@ -12,7 +12,7 @@ from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch import ddp_checkpoint
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
-from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer, Outer
+from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer, Outer, check_deadline
 from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.tensor_exchange import Connection
@@ -33,6 +33,7 @@ def LocalSteps(  # noqa: N802 - as over Horovod
     process_group: Any = None,
     bucket_bytes: int | None = None,
     nonfinite: str | None = None,
+    deadline: float | None = None,
 ) -> LocalStepsOptimizer:
     """Wrap an optimizer so that each rank steps alone, and ranks exchange every so many steps.
 
@@ -45,7 +46,7 @@ def LocalSteps(  # noqa: N802 - as over Horovod
     Args:
         optimizer, named_parameters, every, outer, compression: as over Horovod.
         warmup_steps, fragments, delay, blend: as over Horovod.
-        named_buffers, bucket_bytes, nonfinite: as over Horovod.
+        named_buffers, bucket_bytes, nonfinite, deadline: as over Horovod.
         process_group: the ranks that take part; None for all.
 
     Returns:
@@ -56,6 +57,7 @@ def LocalSteps(  # noqa: N802 - as over Horovod
         TypeError, MismatchError, OutOfStepError, DivergedError, NonFiniteGradientError: as there.
     """
     schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
+    check_deadline(deadline, schedule)
     return LocalStepsOptimizer(
         optimizer,
         named_parameters,
@@ -66,6 +68,8 @@ def LocalSteps(  # noqa: N802 - as over Horovod
         named_buffers=named_buffers,
         bucket_bytes=bucket_bytes,
         nonfinite=nonfinite,
+        deadline=deadline,
+        connect_clock=lambda: _connections("LocalSteps", process_group)("rounds"),
     )
 
 

@@ -15,7 +15,7 @@ from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch import checkpoint
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.grad_synchronizer import synchronizer_of
-from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer, Outer
+from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer, Outer, check_deadline
 from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer
 from hvd_gradcomp.torch.tensor_exchange import Connection
@@ -37,6 +37,7 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
     hierarchical: bool = False,
     bucket_bytes: int | None = None,
     nonfinite: str | None = None,
+    deadline: float | None = None,
 ) -> LocalStepsOptimizer:
     """Wrap an optimizer so that each rank steps alone, and ranks exchange every so many steps.
 
@@ -77,6 +78,11 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
         bucket_bytes: as in `DistributedOptimizer`.
         nonfinite: if the parameters of some rank are not finite at an exchange: "raise", or "skip":
             all ranks go back to the global parameters. The same on all ranks; None for "raise".
+        deadline: seconds, for ranks of different speeds. A rank that has made `every` steps goes on
+            training until the others have, but no longer than this; then all exchange what they
+            have, each after its step. So ranks make different numbers of steps, and equally many
+            rounds: train until `optimizer.rounds`, and call no collective of your own in between.
+            Without fragments, delay and hierarchical. None: all make `every` steps, and wait.
 
     Returns:
         A `torch.optim.Optimizer`, with the inner one's groups, state and hooks, and `exchange()`,
@@ -94,10 +100,16 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
     """
     _require_plain(optimizer)
     schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
+    check_deadline(deadline, schedule)
     ranks = _Ranks("LocalSteps", process_set, hierarchical)
     inner = optimizer
     place = ranks.participants.place
     if place is not None and place.slots > 1:
+        if deadline is not None:
+            raise ValueError(
+                "deadline= lets ranks make different numbers of steps, and hierarchical=True lets "
+                "those of a host average their gradients in each: use one of the two"
+            )
         named_parameters = list(named_parameters) if named_parameters is not None else None
         inside = ranks.participants.groups.inside
         inner = DistributedOptimizer(
@@ -114,6 +126,8 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
         named_buffers=named_buffers,
         bucket_bytes=bucket_bytes,
         nonfinite=nonfinite,
+        deadline=deadline,
+        connect_clock=lambda: ranks.connect("rounds"),
     )
 
 

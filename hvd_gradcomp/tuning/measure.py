@@ -179,9 +179,9 @@ class Times(NamedTuple):
 
 
 class _Timed:
-    """Transport of Horovod that measures how long it waits."""
+    """Transport that measures how long it waits."""
 
-    def __init__(self, transport: HorovodBackend) -> None:
+    def __init__(self, transport: Backend) -> None:
         self._transport, self.waited = transport, 0.0
 
     def __getattr__(self, name: str) -> Any:
@@ -242,13 +242,20 @@ class CompressedExchange(Exchange):
         compressor: to measure.
         layers: to exchange.
         source: the gradients' per-sample moments; None for those of the step.
+        backend: the transport; None for Horovod.
+        ranks: that exchange.
     """
 
     def __init__(
-        self, compressor: Compressor, layers: Layers, source: Gradients | None = None
+        self,
+        compressor: Compressor,
+        layers: Layers,
+        source: Gradients | None = None,
+        backend: Backend | None = None,
+        ranks: Any = horovod.global_process_set,
     ) -> None:
-        ranks, self._source = horovod.global_process_set, source
-        self._transport = _Timed(HorovodBackend(TITLES.take(), ranks))
+        self._source = source
+        self._transport = _Timed(backend or HorovodBackend(TITLES.take(), ranks))
         transport = cast(Backend, self._transport)
         self._reducer = reducer_of(compressor, layers, transport, ranks, self._squares())
         self._parameters = self._reducer.planner.ordered_parameters

@@ -9,6 +9,7 @@ from tests.parallel.launch import launch, says
 pytestmark = pytest.mark.parallel
 
 MESSAGES = {
+    "deadline": "deadline=1.0",
     "every": "every=2",
     "not_finite": "NonFiniteGradientError",
     "start": "the global parameters of the ranks differ",
@@ -45,10 +46,15 @@ def test_torch_over_horovod(ranks, backend, tmp_path):
         assert end == results[0]["consolidated"][2]
         assert result["handed out"] == results[0]["handed out"]
         assert result["skipped"] == results[0]["skipped"]
+        for name, (steps, *end) in result["slow"].items():
+            most, *first = results[0]["slow"][name]
+            assert end == first, name
+            assert result is results[0] or steps < most, "a quick rank goes on while it waits"
         says(result["errors"], MESSAGES)
 
 
 TENSORFLOW_MESSAGES = {
+    "deadline": "deadline=1.0",
     "every": "MismatchError",
     "warmup": "MismatchError",
     "fragments": "fragments=2",

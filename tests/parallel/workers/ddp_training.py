@@ -862,6 +862,19 @@ def local_steps():
         assert ddp.compression_stats(optimizer).steps == 5
     torch.manual_seed(1)
     model = Model()
+    how = {"compression": TODAY[0], "deadline": 0.5}
+    optimizer = ddp.LocalSteps(sgd(model), model.named_parameters(), 3, **how)
+    while optimizer.rounds < 3:
+        time.sleep(0.02 * dist.get_rank())
+        train(model, optimizer, 1, optimizer.steps_made)
+    ddp.verify(optimizer)  # the clock of rounds has connections of its own
+    optimizer.exchange()
+    alike(vector(model))
+    steps = [None] * dist.get_world_size()
+    dist.all_gather_object(steps, optimizer.steps_made)
+    assert steps[0] == max(steps) and (len(steps) == 1 or min(steps) < max(steps)), steps
+    torch.manual_seed(1)
+    model = Model()
     adam = torch.optim.AdamW(model.parameters(), 0.01)
     momenta = ddp.MomentumExchange(adam, model.named_parameters(), TODAY[0], warmup_steps=2)
     train(model, momenta, 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -156,7 +157,27 @@ def momenta(folder):
     return ends
 
 
+def rounds_of_slow_ranks():
+    """Train rounds in which the first rank is quick; return how many steps each has made."""
+    ends = {}
+    for compression in (None, hvd.Int8Compressor(), hvd.ChunkedTopKCompressor(chunk=64, k=8)):
+        model, optimizer = local(compression, deadline=0.5, warmup_steps=2)
+        train(model, optimizer, 2)
+        while optimizer.rounds < 4:
+            time.sleep(0.02 * hvd.rank())
+            train(model, optimizer, 1, optimizer.steps_made)
+        optimizer.exchange()
+        hvd.verify(optimizer)
+        ends[repr(compression)] = optimizer.steps_made, optimizer.rounds, weights(model)
+    return ends
+
+
 def different():
+    def deadline():
+        model, optimizer = local(deadline=1.0 + hvd.rank())
+        train(model, optimizer, 1)
+        optimizer.exchange()
+
     def every():
         model, optimizer = local(every=2 + 2 * hvd.rank())
         train(model, optimizer, 2 + 2 * hvd.rank())
@@ -187,7 +208,7 @@ def different():
         sgd = torch.optim.SGD(network().parameters(), 0.1)
         hvd.LocalSteps(hvd.DistributedOptimizer(sgd))
 
-    cases = [exchanges_already, momenta_of_sgd, every, not_finite, start, steps, samples]
+    cases = [deadline, exchanges_already, momenta_of_sgd, every, not_finite, start, steps, samples]
     return errors_of({case.__name__: case for case in cases})
 
 
@@ -205,6 +226,7 @@ def main(folder: str) -> None:
         "handed out": handed_out(),
         "momenta": momenta(folder),
         "skipped": weights(model),
+        "slow": rounds_of_slow_ranks(),
         "errors": different(),
     }
     finish(hvd, folder, result)

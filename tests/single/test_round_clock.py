@@ -1,0 +1,223 @@
+"""Rounds of ranks that step at different speeds: who is late contributes what it has."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_gradcomp import ChunkedTopKCompressor, NoneCompressor
+from hvd_gradcomp.algorithms.local_steps import LocalSchedule, OuterSGD
+from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
+from tests.thread_ranks import run
+
+SIZE = 96
+AVERAGE = OuterSGD(1.0, 0.0)
+
+
+def optimizer_of(rank, deadline, every=4, compression=None, warmup=0, **more):
+    parameter = torch.nn.Parameter(torch.zeros(SIZE))
+    optimizer = LocalStepsOptimizer(
+        torch.optim.SGD([parameter], 1.0),
+        [("w", parameter)],
+        rank.connect,
+        LocalSchedule(every, warmup, **more),
+        AVERAGE,
+        compression or NoneCompressor(),
+        deadline=deadline,
+        connect_clock=lambda: rank.apart().connect("rounds"),
+    )
+    return parameter, optimizer
+
+
+def results_of(size, work):
+    found = run(size, work)
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    return found
+
+
+def step(parameter, optimizer, gradient):
+    parameter.grad = gradient.clone()
+    optimizer.step()
+
+
+def numbers(rank, number):
+    seed = 1000 * rank + number
+    return torch.from_numpy(np.random.default_rng(seed).normal(size=SIZE).astype(np.float32))
+
+
+def train(rank, rounds, pause, deadline, **how):
+    """Train some rounds; return this rank's steps, the sum of its gradients, and parameters."""
+    parameter, optimizer = optimizer_of(rank, deadline, **how)
+    total = torch.zeros(SIZE)
+    while optimizer.rounds < rounds:
+        time.sleep(pause[rank.rank])
+        gradient = numbers(rank.rank, optimizer.steps_made)
+        total += gradient
+        step(parameter, optimizer, gradient)
+    optimizer.exchange()
+    return optimizer.steps_made, total, parameter.detach().clone(), optimizer.rounds
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_nothing_of_a_slow_rank_is_lost(ranks):
+    """With plain SGD and means the parameters are the mean of all gradients ever made."""
+    pause = [0.001, 0.02, 0.005][:ranks]
+    found = results_of(ranks, lambda rank: train(rank, 5, pause, 0.03))
+    steps, totals, parameters, rounds = zip(*found)
+    assert len(set(rounds)) == 1
+    mean = -sum(totals) / ranks
+    for mine in parameters:
+        torch.testing.assert_close(mine, mean, rtol=1e-4, atol=1e-4)
+        assert torch.equal(mine, parameters[0])
+    if ranks > 1:
+        assert steps[0] > steps[1], "a quick rank goes on while it waits"
+
+
+def test_equally_fast_ranks_make_about_as_many_steps_as_a_round_has():
+    """A rank may make one more, where the others' numbers come a moment later."""
+    found = results_of(2, lambda rank: train(rank, 6, [0.005, 0.005], 5.0))
+    for steps, *_ in found:
+        assert 6 * 4 <= steps <= 6 * 6
+
+
+def test_what_a_compressor_keeps_of_a_slow_rank_is_not_lost_either():
+    compressor = ChunkedTopKCompressor(chunk=32, k=4, values="float32", decay=1.0)
+
+    def work(rank):
+        parameter, optimizer = optimizer_of(rank, 0.02, compression=compressor)
+        total = torch.zeros(SIZE)
+        while optimizer.rounds < 5:
+            time.sleep([0.001, 0.01][rank.rank])
+            gradient = numbers(rank.rank, optimizer.steps_made)
+            total += gradient
+            step(parameter, optimizer, gradient)
+        optimizer.exchange()
+        (reducer,) = optimizer.all_reducers
+        (bucket,) = reducer.buckets
+        return total, bucket.compressor.residual(bucket.state)[:SIZE], parameter.detach().clone()
+
+    totals, residuals, parameters = zip(*results_of(2, work))
+    # Residuals are of pseudogradients, and these of an inner rate of 1 are sums of gradients.
+    torch.testing.assert_close(
+        parameters[0], -(sum(totals) - sum(residuals)) / 2, rtol=1e-4, atol=1e-4
+    )
+    assert torch.equal(parameters[0], parameters[1])
+
+
+def test_a_rank_that_stands_still_holds_the_others_no_longer_than_it_must():
+    """Who has waited for its deadline stands still too, and goes on once the last one steps."""
+    entered = threading.Event()
+
+    def work(rank):
+        parameter, optimizer = optimizer_of(rank, 0.05, every=2)
+        if rank.rank == 1:
+            assert entered.wait(10)
+        for number in range(2):
+            step(parameter, optimizer, numbers(rank.rank, number))
+        began = time.monotonic()
+        while optimizer.rounds < 1:
+            if rank.rank == 0 and time.monotonic() - began > 0.02:
+                entered.set()
+            step(parameter, optimizer, numbers(rank.rank, 9))
+        optimizer.exchange()
+        return optimizer.steps_made, time.monotonic() - began
+
+    found = results_of(2, work)
+    assert found[0][0] > 2
+    assert all(seconds < 10 for _, seconds in found)
+
+
+def test_exchange_waits_for_ranks_that_are_still_in_their_steps():
+    def work(rank):
+        parameter, optimizer = optimizer_of(rank, 5.0, every=3)
+        for number in range([1, 8][rank.rank]):
+            step(parameter, optimizer, numbers(rank.rank, number))
+        optimizer.exchange()
+        optimizer.exchange()  # nothing has moved
+        return optimizer.rounds, parameter.detach().clone()
+
+    (rounds, mine), (others, theirs) = results_of(2, work)
+    assert rounds == others == 1
+    total = sum(numbers(0, n) for n in range(1)) + sum(numbers(1, n) for n in range(8))
+    torch.testing.assert_close(mine, -total / 2, rtol=1e-4, atol=1e-4)
+    assert torch.equal(mine, theirs)
+
+
+def test_first_steps_are_averaged_one_by_one_and_rounds_begin_after_them():
+    def work(rank):
+        parameter, optimizer = optimizer_of(rank, 1.0, every=2, warmup=3)
+        for number in range(3):
+            step(parameter, optimizer, numbers(rank.rank, number))
+        averaged = parameter.detach().clone()
+        while optimizer.rounds < 2:
+            step(parameter, optimizer, numbers(rank.rank, optimizer.steps_made))
+        optimizer.exchange()
+        return averaged, parameter.detach().clone()
+
+    (first, mine), (other, theirs) = results_of(2, work)
+    assert torch.equal(first, other) and torch.equal(mine, theirs)
+
+
+def test_a_saved_state_goes_on_from_where_it_was():
+    """Rounds begin anew after a load, on all ranks."""
+
+    def work(rank):
+        parameter, optimizer = optimizer_of(rank, 1.0, every=3)
+        while optimizer.rounds < 2:
+            step(parameter, optimizer, numbers(rank.rank, optimizer.steps_made))
+        optimizer.exchange()
+        kept, before = optimizer.state_dict(), parameter.detach().clone()
+        other, again = optimizer_of(rank, 1.0, every=3)
+        with torch.no_grad():
+            other.copy_(before)
+        again.load_state_dict(kept)
+        assert (again.rounds, again.steps_made) == (optimizer.rounds, optimizer.steps_made)
+        while again.rounds < 4:
+            step(other, again, numbers(rank.rank, again.steps_made))
+        again.exchange()
+        return other.detach().clone()
+
+    mine, theirs = results_of(2, work)
+    assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("deadline", "more", "told"),
+    [
+        (0.0, {}, "takes seconds, more than 0"),
+        (True, {}, "takes seconds, more than 0"),
+        ("1", {}, "takes seconds, more than 0"),
+        (float("nan"), {}, "takes seconds, more than 0"),
+        (1.0, {"fragments": 2}, "fragments= and delay="),
+        (1.0, {"delay": 1}, "fragments= and delay="),
+    ],
+)
+def test_deadlines_that_cannot_be_are_refused(deadline, more, told):
+    class Alone:
+        rank = 0
+
+        def connect(self, name):
+            raise AssertionError("asked too late")
+
+        def apart(self):
+            return self
+
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    cut = torch.nn.Parameter(torch.zeros(4))
+    with pytest.raises(ValueError, match=told):
+        LocalStepsOptimizer(
+            torch.optim.SGD([parameter, cut], 1.0),
+            None,
+            Alone().connect,
+            LocalSchedule(4, **more),
+            AVERAGE,
+            None,
+            deadline=deadline,
+            connect_clock=Alone().connect,
+        )
