@@ -29,6 +29,7 @@ from hvd_gradcomp.torch.wrapped_optimizer import (
     KEPT,
     WrappedOptimizer,
     dense_gradient,
+    device_of,
     named_of,
     refuse_thawed,
 )
@@ -164,7 +165,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         )
         if deadline is not None:
             self._settings = settings = f"{settings}, {deadline=}"
-        self._sync = RankSync(connect("sync"))
+        self._sync = RankSync(connect("sync"), device_of(named))
         self._fragments: list[Fragment] = []
         for number, places in enumerate(cut([p.numel() for _, p in named], schedule.fragments)):
             own_named = [named[place] for place in places]
@@ -185,8 +186,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self._round_clock = None
         if deadline is not None:
             assert connect_clock is not None
-            device = named[0][1].device
-            self._round_clock = RoundClock(connect_clock(), schedule.every, deadline, device)
+            clock = connect_clock(), schedule.every, deadline, device_of(named)
+            self._round_clock = RoundClock(*clock)
         self._names = [name for name, _ in named]
         self.steps_made = self.rounds = self._clock = 0
         self._started = self._loaded = False

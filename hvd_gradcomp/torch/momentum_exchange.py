@@ -27,6 +27,7 @@ from hvd_gradcomp.torch.wrapped_optimizer import (
     KEPT,
     WrappedOptimizer,
     dense_gradient,
+    device_of,
     named_of,
     refuse_thawed,
 )
@@ -94,7 +95,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
             options = ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite="skip", scaler=False)
             return TensorExchange(self._named, self._named, what, connect(name), options, settings)
 
-        self._sync = RankSync(connect("sync"))
+        self._sync = RankSync(connect("sync"), device_of(self._named))
         self._dense = exchange("gradients", NoneCompressor())
         self._momenta = exchange("momenta", compressor)
         self.steps_made = self._skipped = 0

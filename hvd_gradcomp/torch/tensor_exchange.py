@@ -8,6 +8,7 @@ all are run to their ends, in the same order on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,9 @@ class Connection:
     stalls: StallChannel | None = None
 
 
+_WORDS = 7
+
+
 class RankSync:
     """Comparison of what ranks are about to do, at one place for all exchanges of an optimizer.
 
@@ -53,10 +57,11 @@ class RankSync:
 
     Args:
         connection: to the other ranks.
+        device: of the numbers, for which the transport has collectives.
     """
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, device: torch.device) -> None:
+        self._connection, self._device = connection, device
 
     def compare_settings(self, settings: str) -> None:
         """Compare settings, on all ranks.
@@ -68,21 +73,30 @@ class RankSync:
         config_check.agree(every, self._connection.participants.process_set.ranks)
 
     def gather(self, words: list[int]) -> dict[int, list[int]]:
-        """Gather as many numbers from every rank, by rank."""
-        stalls = self._connection.stalls
-        told = stalls is not None and stalls.pending
-        every = self._gather([int(told), *words], list[int])
+        """Gather as many numbers from every rank, by rank; at most seven.
+
+        In one collective of one size, whatever ranks are about to do: over a long link it takes as
+        long as the link's latency.
+        """
+        stalls, transport = self._connection.stalls, self._connection.transport
+        told = int(stalls is not None and stalls.pending)
+        row = torch.tensor([told, *words, *[0] * (_WORDS - len(words))], dtype=torch.int64)
+        group = self._connection.participants.process_set
+        with self._explained():
+            pending = transport.allgather(row.to(self._device), f"{transport.name}.words", group)
+            every = transport.wait(pending).tolist()
         if stalls is not None and any(told for told, *_ in every):
             stalls.complete()
-        process_set = self._connection.participants.process_set
-        return {
-            rank: words for rank, (_, *words) in zip(process_set.ranks or range(len(every)), every)
-        }
+        ranks = group.ranks or range(len(every))
+        return {rank: said[1 : 1 + len(words)] for rank, said in zip(ranks, every)}
 
     def _gather(self, item: Any, kind: Any) -> list[Any]:
+        with self._explained():
+            return self._connection.transport.gather_objects(item, kind, "sync")
+
+    def _explained(self) -> AbstractContextManager[None]:
         transport, what = self._connection.transport, "the comparison of what the ranks exchange"
-        with errors.explain_errors(transport.failure, what, transport.library):
-            return transport.gather_objects(item, kind, "sync")
+        return errors.explain_errors(transport.failure, what, transport.library)
 
 
 class TensorExchange:

@@ -183,6 +183,11 @@ def named_of(
     return named
 
 
+def device_of(named: Named) -> torch.device:
+    """Return the device of the first parameter: where ranks have collectives for them."""
+    return next((p.device for _, p in named), torch.device("cpu"))
+
+
 def refuse_thawed(counts: Mapping[int, int]) -> None:
     """Raise an error, on all ranks, if parameters have thawed on one of them.
 
