@@ -120,9 +120,9 @@ def command(
 
     "model" is the predicted exchange, "took" the measured one, "step" all but the optimizer's
     update, in ms; "faster" is how many times faster than without compression. From-to is where a
-    median lies nine times of ten, or 30 % around a prediction. "pays below" is the bandwidth at
-    which a step takes as long as without. A compressor is recommended if it saves a tenth of a step
-    in the worst case; if some would in the best case only, it says so.
+    median lies nine times of ten, or 30 % around a prediction, 50 % with --for-hosts. "pays below"
+    is the bandwidth at which a step takes as long as without. A compressor is recommended if it
+    saves a tenth of a step in the worst case; if some would in the best case only, it says so.
 
     The second table is how many times faster a step is on other numbers of hosts, one rank each;
     with --for-hosts the first table and the answer are for so many, predicted from what is measured
@@ -383,7 +383,8 @@ def _advice(
         hidden = max(exchange - exposed, 0.0)
         exchange = max(exchange + aside, 1e-9)
         known = () if beyond else measured
-        return Case(way.name, exchange, hidden, known, step_at, compute, pass_.seconds)
+        error = advice.BEYOND if beyond else advice.ERROR
+        return Case(way.name, exchange, hidden, known, step_at, compute, pass_.seconds, error)
 
     cases = [case(one.way, measured) for one, measured in found]
     estimates = [advice.estimate(one, cases[0], link.bandwidth) for one in cases]

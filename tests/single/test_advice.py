@@ -27,6 +27,7 @@ from hvd_gradcomp.cli import advise, advised, options
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.tuning import fewer_exchanges
 from hvd_gradcomp.tuning.advice import (
+    BEYOND,
     ERROR,
     WORTH,
     Case,
@@ -310,6 +311,16 @@ def test_what_is_advised_is_within_a_fifth_of_the_best_that_was_measured(ratio):
         assert choice is None
         return
     assert max(sooner.values()) <= 1.2 * sooner[ways[choice.setting]]
+
+
+def test_predictions_for_more_hosts_are_taken_to_be_less_certain():
+    case = Case("way", 1.0, 0.0, [], lambda b: 1.0)
+    assert exchange_of(case) == pytest.approx((1 - ERROR, 1.0, 1 + ERROR))
+    assert exchange_of(case._replace(error=BEYOND)) == pytest.approx((1 - BEYOND, 1, 1 + BEYOND))
+    rows = json.loads((ROOT / "docs/measured/extrapolation.json").read_text())
+    beyond = [r["measured_ms"] / r["predicted_ms"] for r in rows if r["from"] < r["to"]]
+    within = [1 - BEYOND <= ratio <= 1 + BEYOND for ratio in beyond]
+    assert (sum(within), len(within)) == (18, 27)  # what the constant's comment says
 
 
 @pytest.mark.parametrize("rate", [1e5, 1e7, 1e9])
