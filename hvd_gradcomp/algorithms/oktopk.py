@@ -58,9 +58,9 @@ class OkTopKCompressor(Clipping, Compressor):
     Each step: `r += g`; each rank chooses the `k = max(1, round(n * density))` largest `|r|` of a
     bucket of n elements, across the borders of layers. Each rank owns a region of the bucket. All
     send the owner those of their k that lie there, at most `slack * k / ranks`. It adds them up in
-    the order of ranks, and sends all ranks the `slack * k / ranks` largest of its sum. A rank sends
-    and receives less than 6k words of 4 bytes, whatever the number of ranks; an allgather would
-    bring it the k elements of each.
+    the order of ranks, and sends all ranks the `slack * k / ranks` largest of its sum. Then a rank
+    sends and receives less than 6k words of 4 bytes, whatever the number of ranks (if k is above
+    25 times that); an allgather would bring it the k elements of each.
 
     Nothing is lost: what finds no room stays in the sender's r, what the owner leaves out goes into
     the owner's r, and so does what rounding takes.
@@ -162,9 +162,10 @@ class OkTopKCompressor(Clipping, Compressor):
         return min(moved, key=lambda way: moved[way])  # of equal ones the first
 
     def layer_bytes(self, shape: Sequence[int]) -> float:
-        count = count_of(prod(shape), self.density)
-        parts = {**EliasFano.of(1, count, prod(shape)).parts(), **self.coding.parts(count)}
-        return float(wire.body_bytes(parts))
+        size = 1 << 20  # layers compete, so a small one need not send any
+        count = count_of(size, self.density)
+        parts = {**EliasFano.of(1, count, size).parts(), **self.coding.parts(count)}
+        return prod(shape) / size * int(wire.body_bytes(parts))
 
     # -- one step ----------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -109,6 +111,21 @@ def test_under_6k_elements_whatever_the_number_of_ranks(values):
             assert moved[ranks] == 2 * (ranks - 1) * compressor.shard_bytes(layout, ranks)
     gathered = 63 * SparseGDCompressor(density=0.01, values=values).payload_bytes(layout)
     assert moved[64] < gathered / 10
+
+
+def test_sizes_are_those_of_the_formula():
+    """Those of docs/payloads.md; and the paper's bound, where k is above 25 times the ranks."""
+    for size in (10, 5000, 30_000, 1_000_000, 50_000_000):
+        for density in (0.001, 0.01, 0.1):
+            compressor, layout = OkTopKCompressor(density), layout_of([size])
+            k, n = compressor.count(layout), layout.size - 1
+            for ranks in (1, 2, 3, 8, 64, 1000):
+                m = min(k, math.ceil(1.25 * k / ranks))
+                low = int(math.log2(n / m))
+                bits = 4 * low * math.ceil(m / 32) + 4 * math.ceil((m + n // 2**low) / 32)
+                assert compressor.shard_bytes(layout, ranks) == 36 + 4 * m + bits
+                if k > 25 * ranks:
+                    assert 2 * (ranks - 1) * compressor.shard_bytes(layout, ranks) < 6 * k * 4
 
 
 @pytest.mark.parametrize(
