@@ -38,6 +38,7 @@ ROUNDS = 3
 TWO_SHOT = {
     "chunked-topk, owned": "ChunkedTopKCompressor(exchange='auto')",
     "chunked-topk, owned, k 256": "ChunkedTopKCompressor(k=256, exchange='auto')",
+    "ok-topk, gathered": "OkTopKCompressor(exchange='allgather')",
 }
 
 

@@ -19,6 +19,7 @@ from hvd_gradcomp.algorithms.lgc import LGCCompressor
 from hvd_gradcomp.algorithms.local_steps import OuterSGD, diloco, sparse_loco
 from hvd_gradcomp.algorithms.narrow import BF16Compressor, FP8Compressor, Int8Compressor
 from hvd_gradcomp.algorithms.natural import NaturalCompressor
+from hvd_gradcomp.algorithms.oktopk import OkTopKCompressor
 from hvd_gradcomp.algorithms.onebit import OneBitCompressor
 from hvd_gradcomp.algorithms.powersgd import PowerSGDCompressor
 from hvd_gradcomp.algorithms.qsgd import QSGDCompressor
@@ -58,6 +59,7 @@ __all__ = [
     "NaturalCompressor",
     "NonFiniteGradientError",
     "NoneCompressor",
+    "OkTopKCompressor",
     "OneBitCompressor",
     "OuterSGD",
     "PayloadError",

@@ -28,6 +28,7 @@ from hvd_gradcomp import (
     LGCCompressor,
     NaturalCompressor,
     NoneCompressor,
+    OkTopKCompressor,
     OneBitCompressor,
     PowerSGDCompressor,
     QSGDCompressor,
@@ -165,6 +166,7 @@ OUTSIDE: list[Compressor] = [
 # The methods of today whose payloads are equal on all frameworks to the bit; and those that
 # multiply matrices, which rounds by framework and machine.
 CHUNKED = ChunkedTopKCompressor(chunk=64, k=8)  # its state keeps the memory of gradients
+OK_TOPK = OkTopKCompressor(density=0.05, exchange="two_shot")
 TODAY: list[Compressor] = [
     BF16Compressor(exchange="allgather"),
     BF16Compressor("stochastic", "two_shot", feedback=True, seed=3),
@@ -181,6 +183,9 @@ TODAY: list[Compressor] = [
     EFSignSGDCompressor(),
     SignumCompressor(),
     NaturalCompressor("two_shot"),
+    OK_TOPK,
+    OkTopKCompressor(density=0.05, values="int8", exchange="two_shot", max_norm=1.0),
+    OkTopKCompressor(density=0.05, values="int2", exchange="allgather"),
 ]
 # Sparse methods with rounded values, or with another code for their indices.
 ROUNDED: list[Compressor] = [

@@ -67,6 +67,7 @@ def usual(scale: float = 1.0) -> dict[str, Compressor]:
         "int8": hvd_gradcomp.Int8Compressor(),
         "chunked-topk": hvd_gradcomp.ChunkedTopKCompressor(),
         "chunked-topk-denser": hvd_gradcomp.ChunkedTopKCompressor(k=512, values="int4", decay=1),
+        "ok-topk": hvd_gradcomp.OkTopKCompressor(),
         "powersgd": hvd_gradcomp.PowerSGDCompressor(),
         "acp-sgd": hvd_gradcomp.ACPSGDCompressor(),
         "demo": hvd_gradcomp.DeMoCompressor(),

@@ -87,7 +87,7 @@ def select(ops: Ops, layout: Layout, found: Tensor) -> Selection:
     return (Indexed if ops.dynamic_shapes else Masked)(ops, layout, found)
 
 
-def _window(pick: Callable[..., Any], count: Any, capacity: Any, turn: Any) -> tuple[Any, Any]:
+def window(pick: Callable[..., Any], count: Any, capacity: Any, turn: Any) -> tuple[Any, Any]:
     """Return (head, start): the elements below `head` are sent, and `capacity - head` from `start`.
 
     The window starts at a multiple of `capacity`, modulo `count`, and wraps round.
@@ -144,7 +144,7 @@ class Indexed(Selection):
 
     def fitting(self, code: Tensor, capacity: Any, turn: Any) -> SentElements:
         ops, count = self.ops, self.count()
-        head, start = _window(ops.pick, count, capacity, turn)
+        head, start = window(ops.pick, count, capacity, turn)
         stop = ops.pick(count < start + capacity, count, start + capacity)
         sent = head + stop - start
         room = (capacity - sent,)
@@ -209,7 +209,7 @@ class Masked(Selection):
     def fitting(self, code: Tensor, capacity: int, turn: Any) -> SentElements:
         ops, layout = self.ops, self.layout
         place = ops.cumsum(ops.cast(self.mask, "int64")) - 1
-        head, start = _window(ops.where, self.count(), capacity, turn)
+        head, start = window(ops.where, self.count(), capacity, turn)
         late = place >= start
         sent = self.mask & ((place < head) | (late & (place < start + capacity)))
         # Everything that is not sent goes to slot `capacity`, which is cut off.

@@ -62,6 +62,7 @@ RESERVED = {  # never reused
     "EFSignSGDCompressor": 27,
     "SignumCompressor": 28,
     "NaturalCompressor": 29,
+    "OkTopKCompressor": 30,
 }
 _FIRST, _END = 32, 256
 _known: dict[str, type[Any]] = {}

@@ -91,6 +91,71 @@ class OwnedChunks:
         return result * F(1 / ranks)
 
 
+class OkTopK:
+    """Ok-Topk of one bucket, after Li and Hoefler 2022, element by element; float32.
+
+    All send the owner of a region those of their k largest that lie there and fit. The owner adds
+    up in the order of ranks, and sends all of them the largest of the sums that fit; what is left
+    it adds to its own residual.
+    """
+
+    def __init__(self, size, end, ranks, k, slack, knots):
+        self.k, self.room = k, min(k, math.ceil(slack * k / ranks))
+        self.end, self.steps, self.left = end, 0, 0
+        self.residual = np.zeros((ranks, size), F)
+        self.knots = [knot * end // knots for knot in range(knots + 1)]
+
+    def cuts(self):
+        """The ends of regions: of as many stretches each, or of parts of a stretch."""
+        ranks, stretches = len(self.residual), len(self.knots) - 1
+        found = []
+        for rank in range(ranks):
+            low, rest = divmod(rank * stretches, ranks)
+            step = self.knots[low + 1] - self.knots[low]
+            found.append(self.knots[low] + step * rest // ranks)
+        return [*found, self.end]
+
+    def step(self, gradients):
+        """The mean of what is sent."""
+        self.residual = self.residual + np.array(gradients, F)
+        ranks, size = self.residual.shape
+        result, cuts = np.zeros(size, F), self.cuts()
+        loads, back = [0] * ranks, [[] for _ in range(ranks)]
+        chosen = [[i for i in largest(r, self.k) if r[i] != 0] for r in self.residual]
+        for owner, (start, end) in enumerate(zip(cuts, cuts[1:])):
+            sums = {}
+            for rank, mine in enumerate(self.residual):
+                there = [i for i in chosen[rank] if start <= i < end]
+                loads[owner] += len(there)
+                first = self.steps * self.room % len(there) if len(there) > self.room else 0
+                fits = [there[(first + n) % len(there)] for n in range(min(len(there), self.room))]
+                self.left += len(there) - len(fits)
+                for i in fits:
+                    sums[i] = sums.get(i, F(0)) + mine[i]
+                    mine[i] = 0
+            places = sorted(sums)
+            for n in largest([sums[i] for i in places], self.room):
+                if sums[places[n]] != 0:
+                    back[owner].append(places[n])
+                    result[places[n]] = sums.pop(places[n])
+            for i, value in sums.items():
+                self.residual[owner, i] += value
+        self.steps += 1
+        self.balance(cuts, loads, back)
+        return result * F(1 / ranks)
+
+    def balance(self, cuts, loads, back):
+        """New ends of stretches: the n-th of as many parts of all that were chosen ends there."""
+        total, parts = sum(loads), len(self.knots) - 1
+        for knot in range(1, parts) if total else ():
+            before, owner = knot * total // parts, 0
+            while before >= loads[owner]:
+                before, owner = before - loads[owner], owner + 1
+            there = back[owner]
+            number = before * len(there) // loads[owner]
+            self.knots[knot] = there[number] if there else cuts[owner]
+
+
 def codebook(values, bits):
     """Bins of equal width over mu +- 3 s; each value becomes the mean of its bin."""
     mu, bins = float(np.mean(values, dtype=np.float64)), 1 << bits
