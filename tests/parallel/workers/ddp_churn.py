@@ -1,0 +1,162 @@
+"""Trains by local steps over `torch.distributed` as ranks die, leave and join; see `test_churn`.
+
+Each process writes what it saw to `FOLDER/process-<pid>.jsonl`: nothing that is tested carries it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hvd_gradcomp import NoneCompressor, OuterSGD, SparseGDCompressor
+from hvd_gradcomp.torch import ddp, rank_state
+from tests.parallel.workers.results import digest
+from tests.parallel.workers.survival import Diary
+
+COMPRESSORS = {"sparse": SparseGDCompressor(density=0.1), "none": NoneCompressor()}
+
+
+def batch_of(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(16, 8, generator=generator)
+    return x, torch.stack([x.sum(1), x[:, :4].sum(1)], 1)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def residuals(optimizer: Any) -> list[torch.Tensor]:
+    found = [b.compressor.residual(b.state) for r in optimizer.reducers for b in r.buckets]
+    return [r for r in found if r is not None]
+
+
+def norm(optimizer: Any) -> float:
+    return sum(rank_state.squares(r) for r in optimizer.reducers) ** 0.5
+
+
+def plant(plan: dict[str, Any], optimizer: Any, state: ddp.ElasticState) -> None:
+    """Die at a place in the program: `{"at": place, "step": of the steps made}`."""
+    place, step = plan["at"], plan["step"]
+
+    def before(thing: Any, name: str, ready: Any = lambda: True, after: bool = False) -> None:
+        usual = getattr(thing, name)
+
+        def dies(*args: Any, **options: Any) -> Any:
+            due = optimizer.steps_made >= step and ready()
+            if due and not after:
+                die()
+            result = usual(*args, **options)
+            if due:
+                die()
+            return result
+
+        setattr(thing, name, dies)
+
+    fragment = optimizer._fragments[-1].exchange
+    if place == "in the exchange":
+        before(fragment, "finish")  # it has sent part of what it has
+    elif place == "before it confirms":
+        before(state, "confirm")
+    elif place == "after it has confirmed":
+        before(state, "confirm", after=True)
+    elif place == "while it joins":
+        before(state, "_hand_out")
+    elif place == "while it connects":
+        before(state.group, "reopen")
+
+
+def main(folder: str, endpoint: str, text: str) -> None:
+    plan = json.loads(text)
+    logging.basicConfig(level=logging.INFO)
+    torch.set_num_threads(1)
+    torch.manual_seed(os.getpid())  # all begin differently
+    diary = Diary(folder)
+    elastic = ddp.Elastic(
+        endpoint,
+        min_ranks=plan.get("min", 1),
+        max_ranks=plan.get("ranks"),
+        patience=plan.get("patience", 2.0),
+        timeout=plan.get("timeout", 60.0),
+    )
+    if plan.get("polite"):
+        signal.signal(signal.SIGTERM, lambda *_: elastic.leave())
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
+    inner = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = ddp.LocalSteps(
+        inner,
+        model.named_parameters(),
+        every=plan.get("every", 4),
+        outer=OuterSGD(*plan.get("outer", (1.0, 0.0))),
+        compression=COMPRESSORS[plan.get("compression", "sparse")],
+        named_buffers=model.named_buffers(),
+        warmup_steps=plan.get("warmup", 0),
+        fragments=plan.get("fragments", 1),
+        delay=plan.get("delay", 0),
+    )
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.999)
+    state = ddp.ElasticState(model, optimizer, scheduler=scheduler, note=os.getpid())
+    if plan.get("step") is not None:
+        plant(plan, optimizer, state)
+    steps, pause = plan["steps"], plan.get("pause", 0.02)
+
+    def noted(event: str, **more: Any) -> None:
+        diary.note(
+            event,
+            step=optimizer.steps_made,
+            rounds=optimizer.rounds,
+            rank=dist.get_rank() if dist.is_initialized() else None,
+            size=dist.get_world_size() if dist.is_initialized() else None,
+            norm=norm(optimizer),
+            **more,
+        )
+
+    @elastic.run
+    def train(state: ddp.ElasticState) -> str:
+        noted("start", lost=state.lost, mean=optimizer.reducers[0].postscale)
+        while optimizer.steps_made < steps:
+            at = optimizer.steps_made
+            if plan.get("at") == "between exchanges" and at >= plan["step"] and at % 4 == 2:
+                die()
+            if plan.get("waits") and dist.get_world_size() < plan["ranks"] and at > plan["waits"]:
+                time.sleep(0.3)  # until one joins
+            x, y = batch_of(at, dist.get_rank())
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            noted("step", loss=loss.item())
+            time.sleep(pause)
+        optimizer.exchange()
+        return "finished"
+
+    said, problem = None, None
+    try:
+        said = train(state)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    x, y = batch_of(-1, -1)
+    noted(
+        "end",
+        said=said,
+        problem=problem,
+        lost=state.lost,
+        scheduled=scheduler.last_epoch,
+        rate=inner.param_groups[0]["lr"],
+        loss=nn.functional.mse_loss(model.eval()(x), y).item(),
+        replica=digest(x.detach().numpy() for x in model.state_dict().values()),
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
