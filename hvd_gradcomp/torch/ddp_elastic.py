@@ -228,8 +228,8 @@ class ElasticState:
         self._hand_out(root, receives, full=len(valid) < len(seats))
         self._seated = True
         self._processes = generation.processes
-        self._exchange_rest()
         optimizer.compare_again()
+        self._exchange_rest()
         self._know(self._tell())
         self._changes = None
 

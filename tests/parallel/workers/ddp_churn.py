@@ -41,38 +41,41 @@ def residuals(optimizer: Any) -> list[torch.Tensor]:
 
 
 def norm(optimizer: Any) -> float:
-    return sum(rank_state.squares(r) for r in optimizer.reducers) ** 0.5
+    return float(sum(rank_state.squares(r) for r in optimizer.reducers) ** 0.5)
 
 
-def plant(plan: dict[str, Any], optimizer: Any, state: ddp.ElasticState) -> None:
-    """Die at a place in the program: `{"at": place, "step": of the steps made}`."""
-    place, step = plan["at"], plan["step"]
+def plant(plan: dict[str, Any], optimizer: Any, state: ddp.ElasticState, diary: Diary) -> None:
+    """Die at a place in the program, after some steps, on some ranks of the first generation."""
 
-    def before(thing: Any, name: str, ready: Any = lambda: True, after: bool = False) -> None:
+    def due() -> bool:
+        first = state.lost == [] and dist.get_rank() in plan["kills"]
+        return bool(optimizer.steps_made >= plan["step"] and (first or plan.get("joins")))
+
+    def around(thing: Any, name: str, after: bool = False) -> None:
         usual = getattr(thing, name)
 
         def dies(*args: Any, **options: Any) -> Any:
-            due = optimizer.steps_made >= step and ready()
-            if due and not after:
+            if not after and due():
                 die()
             result = usual(*args, **options)
-            if due:
+            if due():
+                diary.note("dies", norm=norm(optimizer))
                 die()
             return result
 
         setattr(thing, name, dies)
 
-    fragment = optimizer._fragments[-1].exchange
-    if place == "in the exchange":
-        before(fragment, "finish")  # it has sent part of what it has
-    elif place == "before it confirms":
-        before(state, "confirm")
-    elif place == "after it has confirmed":
-        before(state, "confirm", after=True)
-    elif place == "while it joins":
-        before(state, "_hand_out")
-    elif place == "while it connects":
-        before(state.group, "reopen")
+    fragments, (warmup, *_) = optimizer._fragments, [optimizer._warmup, None]
+    places = {
+        "in the exchange": (fragments[-1].exchange, "finish"),  # it has sent part of what it has
+        "before it confirms": (state, "confirm"),
+        "after it has confirmed": (state, "confirm", True),
+        "between exchanges": (optimizer, "zero_grad"),
+        "in the warm-up": (warmup, "finish"),
+        "while it is given the state": (state, "_hand_out"),
+        "while it connects": (state.group, "reopen"),
+    }
+    around(*places[plan["at"]])
 
 
 def main(folder: str, endpoint: str, text: str) -> None:
@@ -105,9 +108,16 @@ def main(folder: str, endpoint: str, text: str) -> None:
     )
     scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.999)
     state = ddp.ElasticState(model, optimizer, scheduler=scheduler, note=os.getpid())
-    if plan.get("step") is not None:
-        plant(plan, optimizer, state)
+    if "at" in plan:
+        plant(plan, optimizer, state, diary)
     steps, pause = plan["steps"], plan.get("pause", 0.02)
+    part = state.part
+
+    def parts() -> Any:
+        noted("part")
+        return part()
+
+    state.part = parts  # type: ignore[method-assign]
 
     def noted(event: str, **more: Any) -> None:
         diary.note(
@@ -117,18 +127,19 @@ def main(folder: str, endpoint: str, text: str) -> None:
             rank=dist.get_rank() if dist.is_initialized() else None,
             size=dist.get_world_size() if dist.is_initialized() else None,
             norm=norm(optimizer),
+            kept=sum(float(r.double().sum()) for r in residuals(optimizer)),
             **more,
         )
 
     @elastic.run
     def train(state: ddp.ElasticState) -> str:
         noted("start", lost=state.lost, mean=optimizer.reducers[0].postscale)
-        while optimizer.steps_made < steps:
+        # Goes on with them that wait for others.
+        while optimizer.steps_made < steps or dist.get_world_size() < plan.get("until", 0):
             at = optimizer.steps_made
-            if plan.get("at") == "between exchanges" and at >= plan["step"] and at % 4 == 2:
-                die()
-            if plan.get("waits") and dist.get_world_size() < plan["ranks"] and at > plan["waits"]:
-                time.sleep(0.3)  # until one joins
+            if plan.get("raises") == at and dist.get_rank() == 1:
+                raise ArithmeticError("this rank has failed")
+            time.sleep(pause)
             x, y = batch_of(at, dist.get_rank())
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(x), y)
@@ -136,7 +147,6 @@ def main(folder: str, endpoint: str, text: str) -> None:
             optimizer.step()
             scheduler.step()
             noted("step", loss=loss.item())
-            time.sleep(pause)
         optimizer.exchange()
         return "finished"
 
