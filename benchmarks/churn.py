@@ -38,10 +38,11 @@ class Log:
     """Lines of JSON of one process, on disk at once: it may be killed."""
 
     def __init__(self, folder: str) -> None:
-        self._stream = Path(folder, f"{os.getpid()}.jsonl").open("a", buffering=1)
+        self._path = Path(folder, f"{os.getpid()}.jsonl")
 
     def note(self, event: str, **facts: Any) -> None:
-        self._stream.write(json.dumps({"event": event, "at": time.time(), **facts}) + "\n")
+        with self._path.open("a") as stream:
+            stream.write(json.dumps({"event": event, "at": time.time(), **facts}) + "\n")
 
 
 def work(folder: str, endpoint: str, ranks: int, step_ms: float) -> None:
