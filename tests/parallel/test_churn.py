@@ -33,13 +33,19 @@ class Job:
     def start(self, count: int = 1, **more: Any) -> None:
         variables = environment()
         begin = [*python("torch", variables), "-m", "tests.parallel.workers.ddp_churn"]
-        text = json.dumps({**self.plan, **more})
-        command = [*begin, str(self.folder), f"localhost:{self.store.port}", text]
         for _ in range(count):
-            log = (self.folder / f"output-{len(self.processes)}").open("w")
+            number = len(self.processes)
+            log = (self.folder / f"output-{number}").open("w")
+            text = json.dumps({**self.plan, "id": number, **more})
+            command = [*begin, str(self.folder), f"localhost:{self.store.port}", text]
             self.processes.append(
                 subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log)
             )
+
+    def pid(self, number: int) -> int | None:
+        """Return that of a process, which its starter's is not; None before it runs."""
+        path = self.folder / f"pid-{number}"
+        return int(path.read_text() or 0) or None if path.exists() else None
 
     def diaries(self) -> Diaries:
         paths = sorted(self.folder.glob("process-*.jsonl"))
@@ -179,7 +185,8 @@ def test_a_rank_that_stands_still_is_given_up_and_comes_back(tmp_path):
     job = Job(tmp_path, ranks=3, until=3, timeout=4.0, pause=0.05)
     job.start(3)
     job.until(lambda diaries: len(diaries) == 3 and all(d[-1]["step"] > 5 for d in diaries))
-    pid = int(next(tmp_path.glob("process-*.jsonl")).stem.partition("-")[2])
+    pid = job.pid(2)
+    assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     job.until(lambda diaries: sum(2 in sizes(d) for d in diaries) == 2)
     os.kill(pid, signal.SIGCONT)

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,6 +81,7 @@ def plant(plan: dict[str, Any], optimizer: Any, state: ddp.ElasticState, diary: 
 
 def main(folder: str, endpoint: str, text: str) -> None:
     plan = json.loads(text)
+    Path(folder, f"pid-{plan['id']}").write_text(str(os.getpid()))
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
     torch.manual_seed(os.getpid())  # all begin differently
@@ -134,8 +136,14 @@ def main(folder: str, endpoint: str, text: str) -> None:
     @elastic.run
     def train(state: ddp.ElasticState) -> str:
         noted("start", lost=state.lost, mean=optimizer.reducers[0].postscale)
-        # Goes on with them that wait for others.
-        while optimizer.steps_made < steps or dist.get_world_size() < plan.get("until", 0):
+
+        def goes_on() -> bool:
+            stop = Path(folder, "stop")  # has a step that no rank has reached
+            if plan.get("stops"):
+                return not stop.exists() or optimizer.steps_made < int(stop.read_text() or steps)
+            return optimizer.steps_made < steps or dist.get_world_size() < plan.get("until", 0)
+
+        while goes_on():
             at = optimizer.steps_made
             if plan.get("raises") == at and dist.get_rank() == 1:
                 raise ArithmeticError("this rank has failed")
