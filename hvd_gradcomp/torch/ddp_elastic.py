@@ -47,6 +47,7 @@ from hvd_gradcomp.torch.rendezvous import Farewell, Generation, Rendezvous, Rend
 from hvd_gradcomp.torch.wrapped_optimizer import KEPT
 
 LOGGER = logging.getLogger("hvd_gradcomp")
+_FAILURES = 8  # meetings in a row that may fail as a rank is lost in them
 _CONNECTING = 10.0  # seconds, at least, that ranks wait for each other's addresses
 
 
@@ -220,6 +221,12 @@ class ElasticState:
         self._refuse(seats, root, valid)
         receives = root != here if not valid else here not in valid
         speaks = here == root
+        if generation.before and not valid and speaks:
+            LOGGER.warning(
+                "no rank is left of those that trained: what they had is lost, and training goes "
+                "on from what rank %d has",
+                root,
+            )
         self._account(rendezvous, seats, speaks)
         for reducer in self._reducers:
             if not self._seated and (receives or not reducer.steps):
@@ -465,14 +472,14 @@ class Elastic:
 
     def _run(self, state: ElasticState, train: Callable[[], Any]) -> Any:
         finished, parting = False, Parting(False, False)
-        broken = math.inf
+        broken, failures = math.inf, 0
         meets = True
         try:
             while True:
                 try:
                     if meets:
                         self._meet(state)
-                        meets, broken = False, math.inf
+                        meets, broken, failures = False, math.inf, 0
                     result = train()
                     finished = True
                     return result
@@ -484,8 +491,9 @@ class Elastic:
                 except RuntimeError as error:
                     if not self._has_lost_a_rank(state, error):
                         raise
-                    meets, broken = True, min(broken, time.monotonic())
-                    if time.monotonic() > broken + self._timeout:
+                    meets, broken, failures = True, min(broken, time.monotonic()), failures + 1
+                    late = time.monotonic() > broken + self._timeout
+                    if late and failures > _FAILURES:  # one rank may die after another
                         raise RendezvousError(
                             "the ranks meet, and cannot connect: open the ports between their "
                             "hosts, and set GLOO_SOCKET_IFNAME where a host has several networks"

@@ -547,6 +547,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
 
     def common_state_dict(self) -> dict[str, Any]:
         """Return the state that all ranks may go on from: with the global parameters."""
+        if self._clock < self.schedule.warmup_steps:  # ranks are equal, and step no copies
+            self._take_copies()
         state = self.state_dict()
         fragments = [_common(each) for each in state[KEPT]["fragments"]]
         return {**state, KEPT: {**state[KEPT], "fragments": fragments}}

@@ -180,18 +180,20 @@ class Rendezvous:
             gone = {p: self.farewell(p) for p in before if p not in here}
             awaited = [p for p, said in gone.items() if said is None and not self._pulse.silent(p)]
             finished = sum(said is not None and said.finished for said in gone.values())
-            enough = len(here) >= max(1, self._min - finished)
-            if now > deadline and not (enough and here):
-                raise self._too_few(here, awaited)
             first = not any(p in here for p in before)
             if first and finished and not awaited:
                 raise RendezvousError(
                     f"the training {self._name!r} has ended: give another name= to begin one at "
                     f"{self._endpoint}"
                 )
+            # Who joins does not leave out those that train, however long they take.
+            enough = len(here) >= max(1, self._min - finished) and not (first and awaited)
+            if now > deadline and not enough:
+                raise self._too_few(here, awaited)
             if first and len(here) != self._max and now - since < _SETTLE:
                 enough = False
-            if enough and here[:1] == [self.process] and (not awaited or now > deadline):
+            late = now - since - self._timeout  # of those that are awaited
+            if enough and here[:1] == [self.process] and (not awaited or late > 0):
                 if awaited:
                     LOGGER.warning(
                         "going on without %s: alive, and in no exchange for %.0f s",
@@ -201,14 +203,19 @@ class Rendezvous:
                 ranks = [p for p in before if p in here] + [p for p in here if p not in before]
                 listed = typed_json.dumps(ranks[: self._max]).decode()
                 store.compare_set(decided, "", listed)
-            elif now > deadline + 2 * self._patience:
+            elif now > deadline and late > 2 * self._patience:
                 raise self._too_few(here, awaited)
             else:
                 time.sleep(_POLL)
         return self._processes(number)
 
     def _too_few(self, here: Sequence[str], awaited: Sequence[str]) -> RendezvousError:
-        alive = f"; alive, but not here: {', '.join(awaited)}" if awaited else ""
+        alive = ""
+        if awaited:
+            alive = (
+                f"; alive, but in no exchange meanwhile, or with no place to give as max_ranks="
+                f"{self._max}: {', '.join(awaited)}"
+            )
         return RendezvousError(
             f"{len(here)} of at least {self._min} ranks have met at {self._endpoint} in "
             f"{self._timeout:.0f} s ({', '.join(here)}{alive}). Start the others with "
