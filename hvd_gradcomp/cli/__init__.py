@@ -20,7 +20,7 @@ import click
 import hvd_gradcomp
 from hvd_gradcomp import __version__
 
-COMMANDS = ("doctor", "build", "build-horovod", "bench", "advise", "compare")
+COMMANDS = ("doctor", "build", "build-horovod", "bench", "advise", "compare", "rendezvous")
 
 
 class _Commands(click.Group):

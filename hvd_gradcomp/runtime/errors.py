@@ -16,7 +16,7 @@ _GOES_ON = {  # how to continue after a rank has died, by communication library
     "Horovod": "hvd.elastic",
     "torch.distributed": (
         "torchrun --max-restarts=N, which starts all ranks again: load a checkpoint there, with "
-        "what state.state_dict() of each rank has saved"
+        "what state.state_dict() of each rank has saved; with local steps ddp.Elastic"
     ),
 }
 _CAUSES = {  # by a part of the library's error text

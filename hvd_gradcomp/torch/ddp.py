@@ -43,12 +43,14 @@ from hvd_gradcomp.torch.bucket import Named, as_real
 from hvd_gradcomp.torch.bucketing import BucketPlanner, layers_of
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step, sparse_allreduce
 from hvd_gradcomp.torch.comm.hosts import participants_among, setting_of
+from hvd_gradcomp.torch.ddp_elastic import Elastic, ElasticState
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
 from hvd_gradcomp.torch.moments.tracker import track_moments
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor, take_over_momentum
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.probing import Probe
 from hvd_gradcomp.torch.reducer import Reducer
+from hvd_gradcomp.torch.rendezvous import RendezvousError
 from hvd_gradcomp.torch.sparse_grads import SparseGradients
 from hvd_gradcomp.torch.stats_writer import StatsWriter
 from hvd_gradcomp.torch.step_sync import OutOfStepError
@@ -62,6 +64,8 @@ __all__ = [
     "CompressionState",
     "CompressionStats",
     "DivergedError",
+    "Elastic",
+    "ElasticState",
     "JSONLines",
     "LocalSteps",
     "MismatchError",
@@ -69,6 +73,7 @@ __all__ = [
     "NonFiniteGradientError",
     "OutOfStepError",
     "Probe",
+    "RendezvousError",
     "StatsWriter",
     "TensorBoard",
     "compress",

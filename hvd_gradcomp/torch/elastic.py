@@ -15,7 +15,6 @@ from horovod.torch.elastic import ElasticSampler, init, run, run_fn, sampler, sh
 from horovod.torch.elastic import TorchState as _StockState
 from horovod.torch.elastic.state import ModelStateHandler, StateHandler
 
-from hvd_gradcomp.core.compressor import State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, RankState
 from hvd_gradcomp.torch import checkpoint
 from hvd_gradcomp.torch.broadcast_objects import from_root
@@ -24,6 +23,7 @@ from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.comm.horovod import TITLES, gather_objects
 from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, synchronizer_of
 from hvd_gradcomp.torch.optimizer import scales
+from hvd_gradcomp.torch.rank_state import cloned, forget, resize, squares
 from hvd_gradcomp.torch.reducer import Reducer, wait_for_copies
 from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer
 
@@ -90,7 +90,7 @@ class TorchState(Membership, _StockState):
         return [h for h in self._handlers.values() if isinstance(h, kinds)]
 
     def _squares(self) -> float:
-        return sum(_squares(r) for handler in self._compressed() for r in handler.reducers)
+        return sum(squares(r) for handler in self._compressed() for r in handler.reducers)
 
     def _committed(self) -> Any:
         # A handler binds new copies when it saves, so a shallow copy of it keeps the old ones.
@@ -151,11 +151,11 @@ class CompressedOptimizer(StateHandler):
         wait_for_copies(self.reducer.buckets)
         self._saved_plain = copy.deepcopy(plain_state(self.value))
         kept = checkpoint.snapshot(self.reducer)
-        self._saved = kept._replace(states=[_cloned(state) for state in kept.states])
+        self._saved = kept._replace(states=[cloned(state) for state in kept.states])
 
     def restore(self) -> None:
         self._synchronizer.abandon()
-        states = [_cloned(state) for state in self._saved.states]
+        states = [cloned(state) for state in self._saved.states]
         checkpoint.restore(self.reducer, self._saved._replace(states=states))
         # `load_state_dict` keeps tensors by reference; those of the commit must not change.
         self.value.load_state_dict(copy.deepcopy(self._saved_plain))
@@ -169,13 +169,14 @@ class CompressedOptimizer(StateHandler):
 
     def forget(self) -> None:
         """Reset this rank's own state, but not replicated fields, to that before the first step."""
-        _forget(self.reducer)
+        forget(self.reducer)
 
     def resize(self) -> None:
         """Adapt scales and compressor state to the number of ranks."""
         optimizer = self.value
         ranks = self.reducer.participants.process_set.size()
-        _resize(self.reducer, *scales(optimizer.op, optimizer.gradient_predivide_factor, ranks))
+        how = scales(optimizer.op, optimizer.gradient_predivide_factor, ranks)
+        resize(self.reducer, *how, horovod.rank() == 0)
         self._synchronizer.abandon()
 
 
@@ -200,13 +201,13 @@ class ExchangingOptimizer(StateHandler):
     def save(self) -> None:
         self._saved = copy.deepcopy(self.value.state_dict())
         kept = [checkpoint.snapshot(reducer) for reducer in self.reducers]
-        self._kept = [k._replace(states=[_cloned(state) for state in k.states]) for k in kept]
+        self._kept = [k._replace(states=[cloned(state) for state in k.states]) for k in kept]
 
     def restore(self) -> None:
         saved = copy.deepcopy(self._saved)
         self.value.load_rounds(saved)
         for reducer, kept in zip(self.reducers, self._kept):
-            states = [_cloned(state) for state in kept.states]
+            states = [cloned(state) for state in kept.states]
             checkpoint.restore(reducer, kept._replace(states=states))
         self.value.load_inner(saved)
 
@@ -225,12 +226,13 @@ class ExchangingOptimizer(StateHandler):
     def forget(self) -> None:
         """Reset this rank's own state, but not replicated fields, to that before the first step."""
         for reducer in self.reducers:
-            _forget(reducer)
+            forget(reducer)
 
     def resize(self) -> None:
         """Adapt scales and compressor state to the number of ranks."""
         for reducer in self.reducers:
-            _resize(reducer, 1.0, 1.0 / reducer.participants.process_set.size())
+            mean = 1.0 / reducer.participants.process_set.size()
+            resize(reducer, 1.0, mean, horovod.rank() == 0)
         self.value.compare_again()
 
 
@@ -240,41 +242,3 @@ def _require_all_ranks(reducer: Reducer) -> None:
             "elastic training exchanges over all ranks: a process set does not outlive a reset. "
             "Make the optimizer without process_set="
         )
-
-
-def _forget(reducer: Reducer) -> None:
-    ranks = reducer.participants.process_set.size()
-    for bucket in reducer.buckets:
-        fresh = leaves(bucket.compressor.start(bucket.ops, bucket.layout, ranks))
-        values = [
-            x if is_replicated(bucket.compressor, path) else new
-            for (path, x), (_, new) in zip(leaves(bucket.state), fresh)
-        ]
-        bucket.state = with_leaves(bucket.state, values)
-
-
-def _resize(reducer: Reducer, prescale: float, postscale: float) -> None:
-    reducer.prescale, reducer.postscale = prescale, postscale
-    ranks, anew = reducer.participants.process_set.size(), set()
-    for bucket in reducer.buckets:
-        one = bucket.compressor
-        resized = one.resized(bucket.ops, bucket.state, reducer.steps, ranks)
-        if resized is not bucket.state:
-            anew.add(one)
-        bucket.state = resized
-    if horovod.rank() == 0:
-        for one in anew:
-            LOGGER.warning("%s learns anew: other ranks exchange now, %d of them", one, ranks)
-
-
-def _cloned(state: State) -> State:
-    return with_leaves(state, [x.detach().clone() for _, x in leaves(state)])
-
-
-def _squares(reducer: Reducer) -> float:
-    total = 0.0
-    for bucket in reducer.buckets:
-        residual = bucket.compressor.residual(bucket.state)
-        if residual is not None:
-            total += float(residual.double().square().sum())
-    return total

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -100,6 +100,30 @@ class Fragment:
         return int(sum(sum_of_bits(c) % _PRIME for c in self.copies)) % _PRIME
 
 
+class Exchanged(NamedTuple):
+    """Result of an exchange that has ended here, before it is applied.
+
+    Attributes:
+        number: of the fragment; `WARMUP` for gradients.
+        means: over the ranks; None if it was undone on all of them.
+        buffers: their means, if they were exchanged as well.
+    """
+
+    number: int
+    means: list[torch.Tensor] | None
+    buffers: list[torch.Tensor] | None = None
+
+
+class Witness(Protocol):
+    """Agreement of ranks that may be lost on what they have exchanged; see `ElasticState`."""
+
+    def confirm(self) -> None:
+        """Return when all ranks have what was exchanged; raise an error if one is lost."""
+
+    def end_step(self) -> None:
+        """End a step; raise an error if other ranks are to take part from now on."""
+
+
 class LocalStepsOptimizer(WrappedOptimizer):
     """Optimizer that steps alone, and exchanges pseudogradients; `LocalSteps` makes it.
 
@@ -122,6 +146,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
         outer: the outer optimizer, over the global parameters; a scheduler of its own may drive it.
         steps_made: local steps so far, skipped ones included.
         rounds: exchanges of the whole model that were applied so far.
+        witness: of exchanges, where ranks come and go; None where they do not.
+        unsettled: what has been exchanged, and may be applied on no rank or on all.
     """
 
     def __init__(
@@ -191,6 +217,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self._names = [name for name, _ in named]
         self.steps_made = self.rounds = self._clock = 0
         self._started = self._loaded = False
+        self.witness: Witness | None = None
+        self.unsettled: Exchanged | None = None
 
     @staticmethod
     def _averaging(named: Any, connect: Callable[[str], Connection], name: str) -> TensorExchange:
@@ -219,13 +247,15 @@ class LocalStepsOptimizer(WrappedOptimizer):
         found_inf = self.unscale()
         if self._warmup is not None and self.schedule.warms_up(step):
             loss = self._warm_step(self._warmup, closure, found_inf)
-        else:
-            loss = None if found_inf else self.inner.step(closure)
-            for fragment in self._fragments:
-                fragment.moved = True
+            self._end_step()
+            return loss
+        loss = None if found_inf else self.inner.step(closure)
+        for fragment in self._fragments:
+            fragment.moved = True
         self._clock, self.steps_made = step, self.steps_made + 1
         if self._round_clock is not None:
-            self._step_of_round(self._round_clock, step)
+            if self._round_clock.step():
+                self._exchange()
             return loss
         for number in self.schedule.applies(step):
             if self._fragments[number].sent is not None:  # not where exchange() has come between
@@ -236,17 +266,12 @@ class LocalStepsOptimizer(WrappedOptimizer):
             self._send(fragment)
             if not self.schedule.delay:
                 self._apply(number)
-        if step == self.schedule.warmup_steps:
-            self._take_copies()
+        self._end_step()
         return loss
 
-    def _step_of_round(self, clock: RoundClock, step: int) -> None:
-        """Exchange if a round has ended."""
-        if step == self.schedule.warmup_steps:
-            self._take_copies()
-            clock.restart()
-        elif step > self.schedule.warmup_steps and clock.step():
-            self._exchange()
+    def _end_step(self) -> None:
+        if self.witness is not None:
+            self.witness.end_step()
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -299,6 +324,31 @@ class LocalStepsOptimizer(WrappedOptimizer):
             self._round_clock.restart()
         self._take_copies()
 
+    def pause(self) -> None:
+        """Take back what travels, before other ranks take part: it is sent with the next exchange.
+
+        Nothing of the local steps is lost.
+        """
+        if not self._started:
+            self._started = True
+            self._take_copies()
+        for fragment in self._fragments:
+            fragment.sent = None
+        for some in self.exchanges:
+            for exchange in some:
+                exchange.abort()
+
+    def take_over(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the `common_state_dict` of a rank, among others that need not load it.
+
+        Raises:
+            CheckpointError: it is of another model or schedule.
+        """
+        self._check_fits(state_dict[KEPT])
+        self.load_inner(state_dict)
+        self.load_rounds(state_dict)
+        self._loaded = False
+
     @torch.no_grad()
     def _take_copies(self) -> None:
         for fragment in self._fragments:
@@ -328,21 +378,28 @@ class LocalStepsOptimizer(WrappedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         parameters = [p for fragment in self._fragments for p in fragment.parameters]
-        self._compare(warmup, _WARMUP, False)
+        self._compare(warmup, WARMUP, False)
         with torch.no_grad():
             warmup.start([dense_gradient(p) for p in parameters])
             means = warmup.finish()
-        if means is None:
-            if not (found_inf or self.scaled or self._skips):
-                raise NonFiniteGradientError(
-                    f"a gradient of some rank is not finite in step {self._clock + 1}"
-                )
-            return loss
-        for p, mean in zip(parameters, means):
-            if p.requires_grad:
-                p.grad = mean.to(p.dtype, copy=True)
-        self.inner.step()
+        if means is None and not (found_inf or self.scaled or self._skips):
+            raise NonFiniteGradientError(
+                f"a gradient of some rank is not finite in step {self._clock + 1}"
+            )
+        self._confirm(Exchanged(WARMUP, means))
         return loss
+
+    def _step_alike(self, means: list[torch.Tensor] | None) -> None:
+        """Step the inner optimizer by gradients that all ranks have; count also without them."""
+        parameters = [p for fragment in self._fragments for p in fragment.parameters]
+        if means is not None:
+            for p, mean in zip(parameters, means):
+                if p.requires_grad:
+                    p.grad = mean.to(p.dtype, copy=True)
+            self.inner.step()
+        self._clock, self.steps_made = self._clock + 1, self.steps_made + 1
+        if self._clock == self.schedule.warmup_steps:
+            self._take_copies()
 
     @torch.no_grad()
     def _send(self, fragment: Fragment) -> None:
@@ -352,10 +409,48 @@ class LocalStepsOptimizer(WrappedOptimizer):
 
     @torch.no_grad()
     def _apply(self, number: int) -> None:
-        """Step the outer optimizer by a fragment's reduced pseudogradients."""
+        """End a fragment's exchange, and step the outer optimizer by what it gave."""
         fragment = self._fragments[number]
         fragment.sent = None
         means = fragment.exchange.finish()
+        self.unsettled = Exchanged(number, means)
+        if means is not None and number == len(self._fragments) - 1 and self._averager is not None:
+            self._averager.start(self._buffers)
+            self.unsettled = Exchanged(number, means, self._averager.finish())
+        self._confirm(self.unsettled)
+
+    def _confirm(self, exchanged: Exchanged) -> None:
+        """Apply what was exchanged, once all ranks have it."""
+        self.unsettled = exchanged
+        if self.witness is not None:
+            self.witness.confirm()
+        self.settle(True)
+
+    def settle(self, applies: bool) -> None:
+        """Apply what is unsettled, or go back to before its exchange; on all ranks alike.
+
+        Args:
+            applies: some rank has applied it, or all ranks have it.
+        """
+        assert self.unsettled is not None
+        (number, means, buffers), self.unsettled = self.unsettled, None
+        exchange = self._warmup if number == WARMUP else self._fragments[number].exchange
+        assert exchange is not None
+        if not applies:
+            exchange.reducer.discard()
+            return
+        exchange.reducer.commit()
+        if number == WARMUP:
+            self._step_alike(means)
+        else:
+            self._step_outer(number, means)
+        for buffer, mean in zip(self._buffers, buffers or ()):
+            buffer.detach().copy_(mean)
+
+    @torch.no_grad()
+    def _step_outer(self, number: int, means: list[torch.Tensor] | None) -> None:
+        """Step the outer optimizer by a fragment's reduced pseudogradients."""
+        fragment = self._fragments[number]
         if means is None:
             LOGGER.warning(
                 "parameters of some rank were not finite: all ranks go back to the global ones, "
@@ -378,15 +473,6 @@ class LocalStepsOptimizer(WrappedOptimizer):
         fragment.hand_out(blend)
         if number == len(self._fragments) - 1:
             self.rounds += 1
-            self._average_buffers()
-
-    def _average_buffers(self) -> None:
-        if self._averager is None:
-            return
-        self._averager.start(self._buffers)
-        means = self._averager.finish()
-        for buffer, mean in zip(self._buffers, means or ()):
-            buffer.copy_(mean)
 
     def _compare(
         self,
@@ -441,6 +527,11 @@ class LocalStepsOptimizer(WrappedOptimizer):
             self._round_clock.reconnect()
 
     @property
+    def settings(self) -> str:
+        """Return what must be equal on all ranks, besides the layers and the compressor."""
+        return self._settings
+
+    @property
     def exchanges(self) -> tuple[list[TensorExchange], list[TensorExchange]]:
         others = [each for each in (self._warmup, self._averager) if each is not None]
         return [fragment.exchange for fragment in self._fragments], others
@@ -491,6 +582,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
 
     def common_state_dict(self) -> dict[str, Any]:
         """Return the state that all ranks may go on from: with the global parameters."""
+        if self._clock < self.schedule.warmup_steps:  # ranks are equal, and step no copies
+            self._take_copies()
         state = self.state_dict()
         fragments = [_common(each) for each in state[KEPT]["fragments"]]
         return {**state, KEPT: {**state[KEPT], "fragments": fragments}}
@@ -554,7 +647,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
                 )
 
 
-_WARMUP, _LOADED = -1, -2  # said in the place of a fragment
+WARMUP, _LOADED = -1, -2  # said in the place of a fragment
 
 
 def check_deadline(deadline: float | None, schedule: LocalSchedule) -> None:

@@ -8,8 +8,9 @@
 
 Each input is drawn from the seed, so the same one does the same again. Parts: `files` damages
 checkpoints, `payloads` what travels, `numbers` gradients, `ranks` real processes, `links` what lies
-between hosts, and elastic runs. What each came to is counted; the exit status is 1 if anything
-hung, was lost, diverged, or ended with an error that says nothing of the cause.
+between hosts, and elastic runs, `churn` ranks that come and go without Horovod. What each came to
+is counted; the exit status is 1 if anything hung, was lost, diverged, or ended with an error that
+says nothing of the cause.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ PARTS = {
     "numbers": "tests.chaos.numbers",
     "ranks": "tests.chaos.ranks",
     "links": "tests.chaos.links",
+    "churn": "tests.chaos.churn",
 }
 
 

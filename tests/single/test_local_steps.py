@@ -661,3 +661,16 @@ def test_each_fragment_travels_once_a_round(every, warmup, data):
         assert sorted(sent) == list(range(fragments))
     for step in range(1, 60):
         assert schedule.applies(step + delay) == schedule.sends(step)
+
+
+def test_what_ranks_go_on_from_in_the_warm_up_are_the_parameters_of_now():
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(4, warmup_steps=6))
+        train(rank, net, optimizer, 3)
+        (fragment,) = optimizer.common_state_dict()["gradcomp"]["fragments"]
+        return net.flat(), flat(fragment["global"])
+
+    for now, common in run(2, work):
+        np.testing.assert_array_equal(now, common)
+        assert not np.array_equal(now, START)

@@ -11,6 +11,7 @@ import torch
 
 from hvd_gradcomp import ChunkedTopKCompressor, NoneCompressor
 from hvd_gradcomp.algorithms.local_steps import LocalSchedule, OuterSGD
+from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from tests.thread_ranks import run
 
@@ -221,3 +222,12 @@ def test_deadlines_that_cannot_be_are_refused(deadline, more, told):
             deadline=deadline,
             connect_clock=Alone().connect,
         )
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_deadline_and_ranks_that_come_and_go_exclude_each_other():
+    model = torch.nn.Linear(3, 2)
+    sgd = torch.optim.SGD(model.parameters(), 1.0)
+    optimizer = ddp.LocalSteps(sgd, model.named_parameters(), 3, deadline=1.0)
+    with pytest.raises(ValueError, match="make LocalSteps without it"):
+        ddp.ElasticState(model, optimizer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ class ProcessGroup:
         group: `torch.distributed`'s, whose backend and timeout ours has; None for all ranks.
         ranks: of ours, if they are not those of `group`.
         by_all: all ranks of the job construct it, also those that are not in it.
+
+    Attributes:
+        failed: a collective has failed, as another rank has stopped.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class ProcessGroup:
         self.backend = backend
         timeout = _timeout_of(group, self.device)
         self._handle: Any = dist.new_group(backend=backend, timeout=timeout, **among)
+        self.failed = False
         self.pending: weakref.WeakSet[Work] = weakref.WeakSet()
         self._parts: list[ProcessGroup] = []
         _open.add(self)
@@ -119,6 +124,26 @@ class ProcessGroup:
         for part in self._parts:
             part.hang_up()
 
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Remember that a collective on the group has failed."""
+        try:
+            yield
+        except RuntimeError:
+            self.failed = True
+            raise
+
+    def reopen(self) -> None:
+        """Connect all ranks of `torch.distributed`, which was initialized anew; all call it.
+
+        So what holds this group goes on with other ranks.
+        """
+        self.hang_up()
+        self.ranks, self.failed = list(range(dist.get_world_size())), False
+        timeout = _timeout_of(None, self.device)
+        self._handle = dist.new_group(backend=self.backend, timeout=timeout)
+        _open.add(self)
+
     def gather_objects(self, item: Any, kind: Any) -> list[Any]:
         """Gather an item of type `kind` from every rank; see `runtime.typed_json`."""
 
@@ -144,7 +169,7 @@ class Work:
     """Handle of a pending collective of a group, and the function that shapes its result."""
 
     def __init__(self, work: Any, shaped: Callable[[], torch.Tensor], group: ProcessGroup) -> None:
-        self._work, self._shaped = work, shaped
+        self._work, self._shaped, self._group = work, shaped, group
         group.pending.add(self)
 
     @classmethod
@@ -162,7 +187,8 @@ class Work:
         """Wait and return the result; on a GPU the current stream waits, not the host."""
         if self._work is None:
             raise RuntimeError(_CLOSED)
-        self._work.wait()
+        with self._group.watched():
+            self._work.wait()
         return self._shaped()
 
     def release(self) -> None:

@@ -1,0 +1,24 @@
+"""Command `hvd-gradcomp rendezvous`: the place where ranks of `ddp.Elastic` meet."""
+
+from __future__ import annotations
+
+import signal
+
+import click
+
+
+@click.command("rendezvous")
+@click.option("--host", default="0.0.0.0", show_default=True, help="Address to listen on.")
+@click.option("--port", default=29400, show_default=True, help="Port; 0 for any that is free.")
+def command(host: str, port: int) -> None:
+    """Run the place where ranks that come and go meet (`ddp.Elastic`), until it is ended.
+
+    On a machine that stays, before the ranks start. It knows who takes part, and takes no part
+    itself: no tensor goes through it. Whoever reaches the port can join: let none but the hosts of
+    the training do so.
+    """
+    from hvd_gradcomp.torch import rendezvous
+
+    store = rendezvous.serve(host, port)
+    click.echo(f"ranks meet at port {store.port}")
+    signal.sigwait({signal.SIGINT, signal.SIGTERM})

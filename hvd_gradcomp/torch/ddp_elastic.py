@@ -1,0 +1,589 @@
+"""Local steps over `torch.distributed` while ranks leave and come: no restart, no Horovod.
+
+    elastic = ddp.Elastic("rendezvous-host:29400", min_ranks=2)
+    optimizer = ddp.LocalSteps(inner, model.named_parameters(), every=15)
+    state = ddp.ElasticState(model, optimizer)
+
+    @elastic.run
+    def train(state):
+        while optimizer.steps_made < 10_000: ...
+
+    train(state)
+
+How. Until `run` a process is a group of its own. Then processes meet (`rendezvous`), and connect
+anew each time that one is lost or waits to join; `train` is called again. The exchange that failed
+is made again with those that are left: a rank that was lost takes its own local steps with it, and
+no one else's.
+
+An exchange may have ended on some ranks and failed on others. So ranks confirm to each other that
+they have a result before any of them applies it. If one is lost meanwhile, either some rank has
+applied it, then all have it and apply it too; or none has, then all go back to before it, to the
+bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from hvd_gradcomp.runtime import config_check
+from hvd_gradcomp.runtime.elastic import Lost
+from hvd_gradcomp.torch import rank_state
+from hvd_gradcomp.torch.comm.c10d import ProcessGroup
+from hvd_gradcomp.torch.local_steps import WARMUP, LocalStepsOptimizer
+from hvd_gradcomp.torch.reducer import Reducer
+from hvd_gradcomp.torch.rendezvous import Farewell, Generation, Rendezvous, RendezvousError
+from hvd_gradcomp.torch.wrapped_optimizer import KEPT
+
+LOGGER = logging.getLogger("hvd_gradcomp")
+_FAILURES = 8  # meetings in a row that may fail as a rank is lost in them
+_CONNECTING = 10.0  # seconds, at least, that ranks wait for each other's addresses
+
+
+class RanksChanged(RuntimeError):  # noqa: N818 - nothing is wrong
+    """Signal, on all ranks behind a step: others join, or one leaves; `Elastic.run` takes it."""
+
+
+class Seat(NamedTuple):
+    """State of one process when ranks meet.
+
+    Attributes:
+        process: its name.
+        seated: it has trained with others.
+        steps: local ones, so far.
+        applied: exchanges, of each kind.
+        described: what must be equal on all ranks.
+    """
+
+    process: str
+    seated: bool
+    steps: int
+    applied: list[int]
+    described: dict[str, str]
+
+
+class Told(NamedTuple):
+    """Message of a rank in each exchange: its residual's sum of squares, and what it wants."""
+
+    squares: float
+    leaves: bool
+    called: bool  # another process waits
+
+
+class Parting(NamedTuple):
+    """Part of a rank when others join or leave: whether it leaves, and another has its residual."""
+
+    leaves: bool
+    handed_over: bool
+
+
+class ElasticState:
+    """All that a process brings along where ranks meet, and a process that joins is given.
+
+    A process that joins gets the parameters, buffers, the states of both optimizers, and the
+    objects; its residual is zero. Objects, learning rates and `optimizer.steps_made` are afterwards
+    equal on all ranks: those of the rank that has made the most steps. Ranks that were there keep
+    their residuals, and their inner optimizer's moments.
+
+    Args:
+        model: plain, without `DistributedDataParallel`.
+        optimizer: of `ddp.LocalSteps`, over all ranks.
+        objects: become attributes: numbers and the like, and what has a `state_dict()`, such as
+            schedulers. They are pickled.
+
+    Raises:
+        TypeError: the optimizer is another one.
+        ValueError: it has a deadline.
+
+    Attributes:
+        lost: (rank, norm) of the residual of each rank that has left since this process joined.
+        group: of the ranks.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: LocalStepsOptimizer, **objects: Any
+    ) -> None:
+        if not isinstance(optimizer, LocalStepsOptimizer):
+            raise TypeError(
+                f"optimizer= takes that of ddp.LocalSteps, got {type(optimizer).__name__}: where "
+                "ranks exchange in every step, use Horovod's elastic, or torchrun and checkpoints"
+            )
+        group = optimizer.all_reducers[0].participants.process_set
+        if not isinstance(group, ProcessGroup):
+            raise TypeError("optimizer= is over Horovod: use hvd.elastic with it")
+        if optimizer.deadline is not None:
+            raise ValueError(
+                "optimizer= has a deadline=, by which ranks exchange after different steps, and "
+                "ranks that come and go count them: make LocalSteps without it"
+            )
+        self.model, self.optimizer, self.group = model, optimizer, group
+        self.__dict__.update(objects)
+        self._objects = list(objects)
+        self._lost: dict[str, Lost] = {}
+        self._known: dict[str, Lost] = {}  # what would be lost with each rank
+        self._processes: list[str] = []
+        self._seated = False
+        self._changes: list[Told] | None = None
+        self._called: Callable[[], bool] = lambda: False
+        self._leaves: Callable[[], bool] = lambda: False
+        optimizer.witness = self
+        for reducer in self._reducers:
+            reducer.rollback = True
+
+    @property
+    def lost(self) -> list[Lost]:
+        return list(self._lost.values())
+
+    @property
+    def _reducers(self) -> list[Reducer]:
+        return self.optimizer.all_reducers
+
+    @property
+    def applied(self) -> list[int]:
+        """Return how many exchanges of each kind are applied here, without an unsettled one."""
+        unsettled = self.optimizer.unsettled
+        counts = [reducer.steps for reducer in self._reducers]
+        if unsettled is not None and unsettled.means is not None:
+            counts[self._place(unsettled.number)] -= 1
+        return counts
+
+    def _place(self, number: int) -> int:
+        """Return the place of a fragment's reducer, or of that of the warm-up, among all."""
+        return len(self.optimizer.exchanges[0]) if number == WARMUP else number
+
+    def _squares(self) -> float:
+        return sum(rank_state.squares(reducer) for reducer in self.optimizer.reducers)
+
+    # -- with each exchange --------------------------------------------------------------------
+
+    def confirm(self) -> None:
+        """Return when all ranks have the result of an exchange; see `Witness`."""
+        every = self._tell()
+        self._know(every)
+        if any(told.leaves or told.called for told in every):
+            self._changes = every
+
+    def end_step(self) -> None:
+        """Raise RanksChanged, on all ranks, if one joins or leaves; see `Witness`."""
+        if self._changes is not None:
+            raise RanksChanged(
+                "ranks join or leave: train in a function that Elastic.run has wrapped"
+            )
+
+    def _tell(self) -> list[Told]:
+        called = self.group.rank() == 0 and self._called()
+        told = Told(self._squares(), self._leaves(), called)
+        every: list[Told] = self.group.gather_objects(told, Told)
+        return every
+
+    def _know(self, every: list[Told]) -> None:
+        self._known = {
+            process: Lost(rank, math.sqrt(told.squares))
+            for rank, (process, told) in enumerate(zip(self._processes, every))
+        }
+
+    # -- when ranks meet -----------------------------------------------------------------------
+
+    def sync(
+        self, rendezvous: Rendezvous, generation: Generation, leaves: Callable[[], bool]
+    ) -> None:
+        """Go on with the ranks of a generation; all of them call it, after they have connected.
+
+        Args:
+            rendezvous: where they have met.
+            generation: of the ranks.
+            leaves: returns True if this rank is to leave with the next exchange.
+
+        Raises:
+            MismatchError: on a rank that joins, if it trains another model, or in another way.
+            RanksChanged: on the others then.
+        """
+        optimizer, group, here = self.optimizer, self.group, self.group.rank()
+        self._called, self._leaves = (lambda: rendezvous.called), leaves
+        optimizer.pause()
+        mine = Seat(
+            rendezvous.process, self._seated, optimizer.steps_made, self.applied, self._described()
+        )
+        seats: list[Seat] = group.gather_objects(mine, Seat)
+        valid = [r for r, s in enumerate(seats) if s.seated and s.process in generation.before]
+        target = self._newest([seats[r] for r in valid], rendezvous, generation)
+        unsettled = optimizer.unsettled
+        if unsettled is not None:
+            place = self._place(unsettled.number)
+            optimizer.settle(here in valid and self.applied[place] < target[place])
+        candidates = valid or [r for r, s in enumerate(seats) if s.seated] or range(len(seats))
+        root = max(candidates, key=lambda rank: (seats[rank].steps, -rank))
+        self._refuse(seats, root, valid)
+        receives = root != here if not valid else here not in valid
+        speaks = here == root
+        if generation.before and not valid and speaks:
+            LOGGER.warning(
+                "no rank is left of those that trained: what they had is lost, and training goes "
+                "on from what rank %d has",
+                root,
+            )
+        self._account(rendezvous, seats, speaks)
+        for reducer in self._reducers:
+            if not self._seated and (receives or not reducer.steps):
+                rank_state.restart(reducer)
+            rank_state.resize(reducer, 1.0, 1.0 / group.size(), speaks)
+        self._hand_out(root, receives, full=len(valid) < len(seats))
+        self._seated = True
+        self._processes = generation.processes
+        optimizer.compare_again()
+        self._exchange_rest()
+        self._know(self._tell())
+        self._changes = None
+
+    def _newest(
+        self, seats: list[Seat], rendezvous: Rendezvous, generation: Generation
+    ) -> list[int]:
+        """Return how many exchanges of each kind some rank has applied."""
+        counts = [seat.applied for seat in seats]
+        present = {seat.process for seat in seats}
+        for process in generation.before:
+            said = None if process in present else rendezvous.farewell(process)
+            if said is not None:
+                counts.append(said.exchanges)
+        return [max(column) for column in zip(*counts)]
+
+    def _described(self) -> dict[str, str]:
+        """Describe what must be equal on all ranks."""
+        optimizer = self.optimizer
+        layers = [layer for reducer in optimizer.reducers for layer in reducer.planner.layers]
+        digest = zlib.crc32(repr(layers).encode())
+        return {
+            "parameters": f"{len(layers)} of them, checksum {digest}",
+            "compression": str(optimizer.reducers[0].planner.compressor),
+            "schedule": str(optimizer.schedule),
+            "settings": optimizer.settings,
+        }
+
+    def _refuse(self, seats: list[Seat], root: int, valid: list[int]) -> None:
+        """Refuse ranks that join and train otherwise.
+
+        Raises:
+            MismatchError: on such a rank; on all, if none was there before.
+            RanksChanged: on the others.
+        """
+        asked = seats[root].described
+        others = [r for r, s in enumerate(seats) if s.described != asked]
+        if not others:
+            return
+        here = self.group.rank()
+        for rank in others if here in others or not valid else ():
+            config_check.agree([asked, seats[rank].described], [root, rank])
+        LOGGER.warning("rank %s trains another model, or in another way: refused", others)
+        raise RanksChanged("a rank that trains otherwise is refused")
+
+    def _account(self, rendezvous: Rendezvous, seats: list[Seat], speaks: bool) -> None:
+        """Report what is lost with the ranks that left."""
+        present = {seat.process for seat in seats}
+        for process in present & set(self._lost):
+            del self._lost[process]  # it was silent, and has come back with its residual
+        total = math.sqrt(sum(held.norm**2 for held in self._known.values()))
+        for process, held in self._known.items():
+            if process in present or process in self._lost:
+                continue
+            said = rendezvous.farewell(process)
+            if said is not None and said.handed_over:
+                continue
+            self._lost[process] = held
+            if speaks:
+                LOGGER.warning(
+                    "rank %d (%s) %s: its steps since the last exchange, and a residual of norm "
+                    "%.4g (of %.4g in all), are lost",
+                    held.rank,
+                    process,
+                    "has died, or gives no sign of life" if said is None else "left",
+                    held.norm,
+                    total,
+                )
+
+    def _hand_out(self, root: int, receives: bool, full: bool) -> None:
+        """Broadcast the root's state: what joining ranks need, and what all take."""
+        optimizer, here = self.optimizer, self.group.rank()
+        inner, outer = optimizer.param_groups, optimizer.outer.param_groups
+        given: dict[str, Any] = {}
+        if here == root:
+            given = {
+                "steps": optimizer.steps_made,
+                "exchanges": [reducer.steps for reducer in self._reducers],
+                "options": [_options(inner), _options(outer)],
+                "objects": {name: _saved(getattr(self, name)) for name in self._objects},
+            }
+            if full:
+                given["optimizer"] = _without_exchanges(optimizer.common_state_dict())
+                given["common"] = [rank_state.in_common(reducer) for reducer in self._reducers]
+                given["rest"] = self._rest_of_model()
+        box = [given]
+        with self.group.watched():
+            dist.broadcast_object_list(box, root, group=self.group.handle, device=self.group.device)
+        given = box[0]
+        if receives:
+            if not self._seated:
+                self._lost = {}
+            self.model.load_state_dict(given["rest"], strict=False)
+            optimizer.take_over(given["optimizer"])
+            for reducer, fields in zip(self._reducers, given["common"]):
+                rank_state.take_common(reducer, fields)
+        if here == root:
+            return
+        optimizer.steps_made = given["steps"]
+        for reducer, steps in zip(self._reducers, given["exchanges"]):
+            reducer.steps = steps
+        for groups, options in zip((inner, outer), given["options"]):
+            for group, values in zip(groups, options):
+                group.update(values)
+        for name, value in given["objects"].items():
+            mine = getattr(self, name)
+            if _has_state(mine):
+                mine.load_state_dict(value)
+            else:
+                setattr(self, name, value)
+
+    def _rest_of_model(self) -> dict[str, Any]:
+        """Return what the optimizer does not hand out: buffers, and parameters it does not know."""
+        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        everything = self.model.state_dict(keep_vars=True)
+        return {
+            name: x.detach() if isinstance(x, torch.Tensor) else x
+            for name, x in everything.items()
+            if id(x) not in known
+        }
+
+    def _exchange_rest(self) -> None:
+        """Exchange what ranks have done alone so far; the mean is over those that have done any."""
+        has = not self.optimizer.is_exchanged or self._squares() > 0
+        giving = sum(self.group.gather_objects(has, bool))
+        for reducer in self.optimizer.reducers:
+            reducer.postscale = 1.0 / max(1, giving)
+        self.optimizer.exchange()
+        for reducer in self.optimizer.reducers:
+            reducer.postscale = 1.0 / self.group.size()
+
+    # -- when a rank leaves --------------------------------------------------------------------
+
+    def part(self) -> Parting:
+        """Hand over the residuals of ranks that leave; all call it after `RanksChanged`."""
+        changes, self._changes = self._changes or [], None
+        leavers = [rank for rank, told in enumerate(changes) if told.leaves]
+        heirs = [rank for rank, told in enumerate(changes) if not told.leaves]
+        here, group = self.group.rank(), self.group
+        if not leavers or not heirs:
+            return Parting(here in leavers, False)
+        self.optimizer.exchange()  # fragments that had their turn in other steps
+        self._changes = None
+        for leaver in leavers:
+            with group.watched():
+                if here == leaver:
+                    sums = self._own_sums()
+                    dist.send_object_list([sums], heirs[0], group.handle, device=group.device)
+                    dist.recv(torch.zeros(1, device=group.device), heirs[0], group.handle)
+                elif here == heirs[0]:
+                    box: list[Any] = [None]
+                    dist.recv_object_list(box, leaver, group.handle, device=group.device)
+                    buckets = [b for r in self.optimizer.reducers for b in r.buckets]
+                    for bucket, given in zip(buckets, box[0]):
+                        rank_state.add_sums(bucket, given)
+                    dist.send(torch.ones(1, device=group.device), leaver, group.handle)
+        return Parting(here in leavers, here in leavers)
+
+    def _own_sums(self) -> list[dict[str, torch.Tensor]]:
+        return [
+            rank_state.own_sums(bucket, reducer.steps)
+            for reducer in self.optimizer.reducers
+            for bucket in reducer.buckets
+        ]
+
+
+class Elastic:
+    """Group of ranks that may lose members, and take others in, in mid-training.
+
+    Args:
+        rendezvous: "host:port" where `hvd-gradcomp rendezvous` runs, on a machine that stays.
+        min_ranks: fewer do not train; the others wait for more.
+        max_ranks: more wait until there is room; None for no limit.
+        name: of the training, if several use one rendezvous. A training that has ended keeps its
+            name.
+        backend: of `torch.distributed`; tried with gloo alone.
+        patience: seconds without a sign of life after which a process is taken for dead. A thread
+            gives them; what holds Python's lock for that long makes the process look dead.
+        timeout: seconds that ranks wait for one that lives and does not come to an exchange, and
+            for enough ranks.
+
+    Raises:
+        ValueError: `torch.distributed` is initialized already: this does it; or a number is not
+            possible.
+        RendezvousError: no rendezvous answers there.
+    """
+
+    def __init__(
+        self,
+        rendezvous: str,
+        min_ranks: int = 1,
+        max_ranks: int | None = None,
+        *,
+        name: str = "training",
+        backend: str = "gloo",
+        patience: float = 3.0,
+        timeout: float = 600.0,
+    ) -> None:
+        if dist.is_initialized():
+            raise ValueError(
+                "ddp.Elastic initializes torch.distributed itself, anew when ranks change: leave "
+                "out init_process_group()"
+            )
+        how = min_ranks, max_ranks, patience, timeout
+        self._rendezvous = Rendezvous(rendezvous, name, *how)
+        self._backend, self._timeout = backend, timeout
+        self._connecting = max(_CONNECTING, 3 * patience)
+        self._leaves = self._connected = False
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+    def leave(self) -> None:
+        """Leave after the next exchange, with nothing lost; `train` then returns None.
+
+        A signal handler may call it: `signal.signal(signal.SIGTERM, lambda *_: elastic.leave())`.
+        """
+        self._leaves = True
+
+    def run(self, train: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function of an `ElasticState` so that it is called again when ranks change.
+
+        It begins where `optimizer.steps_made` says. A rank that returns from it has finished.
+
+        Raises:
+            RendezvousError: too few ranks were left, or the rendezvous is gone.
+            MismatchError: this process joins with another model, or another exchange.
+            Exception: of the function; the other ranks go on without this one.
+        """
+
+        @functools.wraps(train)
+        def wrapped(state: ElasticState, *args: Any, **options: Any) -> Any:
+            return self._run(state, lambda: train(state, *args, **options))
+
+        return wrapped
+
+    def _run(self, state: ElasticState, train: Callable[[], Any]) -> Any:
+        finished, parting = False, Parting(False, False)
+        broken, failures = math.inf, 0
+        meets = True
+        try:
+            while True:
+                try:
+                    if meets:
+                        self._meet(state)
+                        meets, broken, failures = False, math.inf, 0
+                    result = train()
+                    finished = True
+                    return result
+                except RanksChanged:
+                    meets = True
+                    parting = self._part(state)
+                    if parting.leaves:
+                        return None
+                except RuntimeError as error:
+                    if not self._has_lost_a_rank(state, error):
+                        raise
+                    meets, broken, failures = True, min(broken, time.monotonic()), failures + 1
+                    late = time.monotonic() > broken + self._timeout
+                    if late and failures > _FAILURES:  # one rank may die after another
+                        raise RendezvousError(
+                            "the ranks meet, and cannot connect: open the ports between their "
+                            "hosts, and set GLOO_SOCKET_IFNAME where a host has several networks"
+                        ) from error
+                    LOGGER.warning("a rank is lost, the others meet: %s", _first_line(error))
+        finally:
+            self._rendezvous.leave(Farewell(finished, parting.handed_over, state.applied))
+            if not finished:
+                self._disconnect(state)
+
+    def _part(self, state: ElasticState) -> Parting:
+        """Hand over the residuals of ranks that leave; if one is lost meanwhile, all stay."""
+        try:
+            return state.part()
+        except RuntimeError as error:
+            if not self._has_lost_a_rank(state, error):
+                raise
+            return Parting(False, False)
+
+    def _has_lost_a_rank(self, state: ElasticState, error: RuntimeError) -> bool:
+        """Return True if an error is that of a connection to another rank."""
+        if isinstance(error, RendezvousError):
+            return False
+        ours = state.group.failed or not self._connected
+        return ours or isinstance(error, dist.DistError) or "gloo" in str(error)
+
+    def _meet(self, state: ElasticState) -> None:
+        """Connect the ranks of the next generation, and bring them to one state."""
+        begin = time.monotonic()
+        self._disconnect(state)
+        generation = self._rendezvous.meet()
+        met = time.monotonic()
+        rank, size = generation.processes.index(self._rendezvous.process), len(generation.processes)
+        dist.init_process_group(
+            self._backend,
+            store=self._rendezvous.store_of(generation),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=self._connecting),
+        )
+        state.group.reopen()
+        for group in (dist.group.WORLD, state.group.handle):
+            _set_pg_timeout(timedelta(seconds=self._timeout), group)
+        self._connected = True
+        connected = time.monotonic()
+        state.sync(self._rendezvous, generation, lambda: self._leaves)
+        if rank == 0:
+            LOGGER.info(
+                "generation %d: %d ranks; met in %.2f s, connected in %.2f, in step in %.2f",
+                generation.number,
+                size,
+                met - begin,
+                connected - met,
+                time.monotonic() - connected,
+            )
+
+    def _disconnect(self, state: ElasticState) -> None:
+        self._connected = False
+        state.group.hang_up()
+        if dist.is_initialized():
+            with suppress(RuntimeError):  # of connections that are closed
+                dist.destroy_process_group()
+
+
+def _options(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the options of parameter groups, such as learning rates."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+
+def _has_state(item: Any) -> bool:
+    return hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
+
+
+def _saved(item: Any) -> Any:
+    return item.state_dict() if _has_state(item) else item
+
+
+def _without_exchanges(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state without what the compressors keep."""
+    kept = state[KEPT]
+    fragments = [{**fragment, "exchange": None} for fragment in kept["fragments"]]
+    kept = {**kept, "fragments": fragments, "warmup": None, "buffers": None}
+    return {**state, KEPT: kept}
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:300]
