@@ -450,7 +450,10 @@ class Elastic:
         self._backend, self._timeout = backend, timeout
         self._connecting = max(_CONNECTING, 3 * patience)
         self._leaves = self._connected = False
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        self._be_alone()
+
+    def _be_alone(self) -> None:
+        dist.init_process_group(self._backend, store=dist.HashStore(), rank=0, world_size=1)
 
     def leave(self) -> None:
         """Leave after the next exchange, with nothing lost; `train` then returns None.
@@ -559,9 +562,12 @@ class Elastic:
     def _disconnect(self, state: ElasticState) -> None:
         self._connected = False
         state.group.hang_up()
-        if dist.is_initialized():
-            with suppress(RuntimeError):  # of connections that are closed
-                dist.destroy_process_group()
+        if not dist.is_initialized():
+            # Connecting has failed. PyTorch names a group by how many there were, and forgets them
+            # with the one that is destroyed here: ranks with other names would wait for each other.
+            self._be_alone()
+        with suppress(RuntimeError):  # of connections that are closed
+            dist.destroy_process_group()
 
 
 def _options(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
