@@ -89,7 +89,7 @@ class Parting(NamedTuple):
 
 
 class ElasticState:
-    """All that a process brings along where ranks meet, and a process that joins is given.
+    """State that a process brings along where ranks meet, and that a process that joins is given.
 
     A process that joins gets the parameters, buffers, the states of both optimizers, and the
     objects; its residual is zero. Objects, learning rates and `optimizer.steps_made` are afterwards

@@ -32,7 +32,7 @@ PLANS: Sequence[dict[str, Any]] = (
 
 
 def attacks(seed: int, share: float = 1.0, only: Sequence[str] = ()) -> Iterator[Input]:
-    """All of this part.
+    """Yield the attacks of this part.
 
     Args:
         seed: of what is drawn.
@@ -97,7 +97,7 @@ def _act(job: Job, dice: Random, killed: set[int]) -> str:
 
 
 def _outcome(job: Job, killed: set[int]) -> tuple[str, str]:
-    """What a training came to, and the first problem that was said."""
+    """Return what a training came to, and the first problem that was said."""
     diaries = {}
     for number in range(len(job.processes)):
         path = job.folder / f"process-{job.pid(number)}.jsonl"

@@ -33,7 +33,7 @@ KILLED = (("PyTorch", "torch_elastic", 3, 30), ("TensorFlow", "tensorflow_elasti
 
 
 def attacks(seed: int, share: float = 1.0, only: Sequence[str] = ()) -> Iterator[Input]:
-    """All of this part; nothing in it is drawn. Without hosts the links are left out.
+    """Yield the attacks of this part; nothing in it is drawn. Without hosts the links are left out.
 
     Args:
         seed: not used.

@@ -29,7 +29,7 @@ ONE, ALL = "on one rank", "on all ranks"
 
 
 def attacks(seed: int, share: float = 1.0, only: Sequence[str] = ()) -> Iterator[Input]:
-    """All of this part.
+    """Yield the attacks of this part.
 
     Args:
         seed: of what is drawn.

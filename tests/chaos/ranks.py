@@ -90,7 +90,7 @@ JOBS = (
 
 
 def attacks(seed: int, share: float = 1.0, only: Sequence[str] = ()) -> Iterator[Input]:
-    """All of this part; nothing in it is drawn.
+    """Yield the attacks of this part; nothing in it is drawn.
 
     Args:
         seed: not used.

@@ -1,4 +1,4 @@
-"""Who trains together as processes come and go: agreed over a store, with threads for them."""
+"""Agreement of processes that come and go on who trains together; threads stand for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def process(store, minimum=1, maximum=None, name="training", timeout=TIMEOUT):
 
 
 def meet(processes):
-    """All of them at once; what each has got, an error too."""
+    """Let all meet at once; return what each has got, an error too."""
 
     def one(each):
         try:

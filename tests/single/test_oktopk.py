@@ -188,7 +188,7 @@ def test_a_gradient_of_zeros_changes_nothing(ranks):
 
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_more_ranks_than_elements(ranks):
-    """What is chosen by all finds its way, an element a step and owner."""
+    """Elements that all choose find their way, one a step and owner."""
     world = World(OkTopKCompressor(exchange="two_shot"), TorchOps(), layout_of([2, 1]), ranks)
     first = [world.flat([torch.tensor([1.0, 2.0]), torch.tensor([3.0])]) for _ in range(ranks)]
     total = world.step(first)[0]

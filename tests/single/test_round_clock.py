@@ -112,7 +112,7 @@ def test_what_a_compressor_keeps_of_a_slow_rank_is_not_lost_either():
 
 
 def test_a_rank_that_stands_still_holds_the_others_no_longer_than_it_must():
-    """Who has waited for its deadline stands still too, and goes on once the last one steps."""
+    """A rank whose deadline is over stands still too, and goes on once the last one steps."""
     entered = threading.Event()
 
     def work(rank):
