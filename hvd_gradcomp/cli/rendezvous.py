@@ -7,7 +7,7 @@ import signal
 import click
 
 
-@click.command("rendezvous")
+@click.command("rendezvous", short_help="Run the place where ranks that come and go meet.")
 @click.option("--host", default="0.0.0.0", show_default=True, help="Address to listen on.")
 @click.option("--port", default=29400, show_default=True, help="Port; 0 for any that is free.")
 def command(host: str, port: int) -> None:

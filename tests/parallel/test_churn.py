@@ -135,7 +135,9 @@ def test_two_are_killed_at_once_and_two_join(tmp_path):
             assert diary[0]["step"] >= 8 and diary[0]["norm"] == 0 and diary[-1]["lost"] == []
 
 
-@pytest.mark.parametrize("place", ["while it is given the state", "while it connects"])
+@pytest.mark.parametrize(
+    "place", ["while it is given the state", "before it connects", "while it connects"]
+)
 def test_a_rank_is_killed_while_it_joins(place, tmp_path):
     job = Job(tmp_path, ranks=3, until=3)
     job.start(2)

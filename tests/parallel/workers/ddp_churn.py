@@ -45,12 +45,19 @@ def norm(optimizer: Any) -> float:
     return float(sum(rank_state.squares(r) for r in optimizer.reducers) ** 0.5)
 
 
-def plant(plan: dict[str, Any], optimizer: Any, state: ddp.ElasticState, diary: Diary) -> None:
+def plant(
+    plan: dict[str, Any],
+    elastic: ddp.Elastic,
+    optimizer: Any,
+    state: ddp.ElasticState,
+    diary: Diary,
+) -> None:
     """Die at a place in the program, after some steps, on some ranks of the first generation."""
 
     def due() -> bool:
-        first = state.lost == [] and dist.get_rank() in plan["kills"]
-        return bool(optimizer.steps_made >= plan["step"] and (first or plan.get("joins")))
+        if optimizer.steps_made < plan["step"]:
+            return False
+        return plan.get("joins") or (state.lost == [] and dist.get_rank() in plan["kills"])
 
     def around(thing: Any, name: str, after: bool = False) -> None:
         usual = getattr(thing, name)
@@ -74,6 +81,7 @@ def plant(plan: dict[str, Any], optimizer: Any, state: ddp.ElasticState, diary: 
         "between exchanges": (optimizer, "zero_grad"),
         "in the warm-up": (warmup, "finish"),
         "while it is given the state": (state, "_hand_out"),
+        "before it connects": (elastic._rendezvous, "store_of"),
         "while it connects": (state.group, "reopen"),
     }
     around(*places[plan["at"]])
@@ -111,7 +119,7 @@ def main(folder: str, endpoint: str, text: str) -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.999)
     state = ddp.ElasticState(model, optimizer, scheduler=scheduler, note=os.getpid())
     if "at" in plan:
-        plant(plan, optimizer, state, diary)
+        plant(plan, elastic, optimizer, state, diary)
     steps, pause = plan["steps"], plan.get("pause", 0.02)
     part = state.part
 
