@@ -124,6 +124,24 @@ def one_process(tmp_path):
 
 
 @pytest.fixture(scope="module")
+def horovod_ends():
+    """Horovod for PyTorch ends behind a module whose commands may start it in this process.
+
+    Else others find it running; its process sets may be those of the library for TensorFlow.
+    """
+    if STANDS_IN:
+        yield
+        return
+    import horovod.torch as horovod
+
+    if horovod.mpi_built():  # as in `one_rank`
+        importlib.import_module("mpi4py.MPI")
+    yield
+    if horovod.is_initialized():
+        horovod.shutdown()
+
+
+@pytest.fixture(scope="module")
 def one_rank():
     """Horovod of one rank, for the tests of a module.
 

@@ -19,6 +19,8 @@ from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.tuning import models
 from tests.methods import CLASSES, EVERY
 
+pytestmark = pytest.mark.usefixtures("horovod_ends")
+
 
 def said(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(main, list(arguments), prog_name="hvd-gradcomp")
