@@ -54,7 +54,6 @@ def test_torch_over_horovod(ranks, backend, tmp_path):
 
 
 TENSORFLOW_MESSAGES = {
-    "deadline": "deadline=1.0",
     "every": "MismatchError",
     "warmup": "MismatchError",
     "fragments": "fragments=2",
