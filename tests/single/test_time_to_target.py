@@ -77,6 +77,7 @@ def test_the_page_has_what_was_measured(training):
     kept = worth.Measured(ROOT / f"docs/measured/worth-{training.task}.json", training, 2)
     page = (ROOT / "docs/worth.md").read_text()
     transformer, _, images = page.partition("## Images, with SGD")
+    images = images.partition("## Four hosts")[0]
     part = images if training.task == "images" else transformer
     rows = [line.strip("| ").split(" | ") for line in part.split("\n")]
     shown = {row[0]: row[3:] for row in rows if len(row) == 8}
@@ -84,6 +85,16 @@ def test_the_page_has_what_was_measured(training):
     for way in {row["way"] for row in kept.all["train"]}:
         cells = [worth.cell(kept, way, ratio) for ratio in ratios]
         assert shown[training.ways[way].title] == cells
+
+
+def test_the_page_has_what_was_measured_on_four_hosts():
+    kept = worth.Measured(ROOT / "docs/measured/worth-transformer-4.json", TRAINING, 4)
+    part = (ROOT / "docs/worth.md").read_text().partition("## Four hosts")[2]
+    rows = [line.strip("| ").split(" | ") for line in part.split("\n")]
+    shown = {row[0]: row[3:] for row in rows if len(row) == 5}
+    for way in {row["way"] for row in kept.all["train"]}:
+        cells = [worth.cell(kept, way, ratio) for ratio in (10.0, 30.0)]
+        assert shown[TRAINING.ways[way].title] == cells
 
 
 def test_what_advise_says_is_compared_with_the_best_that_was_timed(measured):
