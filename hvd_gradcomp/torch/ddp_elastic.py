@@ -43,7 +43,7 @@ from hvd_gradcomp.torch import rank_state
 from hvd_gradcomp.torch.comm.c10d import ProcessGroup
 from hvd_gradcomp.torch.local_steps import WARMUP, LocalStepsOptimizer
 from hvd_gradcomp.torch.reducer import Reducer
-from hvd_gradcomp.torch.rendezvous import Farewell, Generation, Rendezvous, RendezvousError
+from hvd_gradcomp.torch.rendezvous import Generation, LeaveNotice, Rendezvous, RendezvousError
 from hvd_gradcomp.torch.wrapped_optimizer import KEPT
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -55,25 +55,25 @@ class RanksChanged(RuntimeError):  # noqa: N818 - nothing is wrong
     """Signal, on all ranks behind a step: others join, or one leaves; `Elastic.run` takes it."""
 
 
-class Seat(NamedTuple):
+class MemberState(NamedTuple):
     """State of one process when ranks meet.
 
     Attributes:
         process: its name.
-        seated: it has trained with others.
+        joined: it has trained with others.
         steps: local ones, so far.
         applied: exchanges, of each kind.
         described: what must be equal on all ranks.
     """
 
     process: str
-    seated: bool
+    joined: bool
     steps: int
     applied: list[int]
     described: dict[str, str]
 
 
-class Told(NamedTuple):
+class ExchangeReport(NamedTuple):
     """Message of a rank in each exchange: its residual's sum of squares, and what it wants."""
 
     squares: float
@@ -81,7 +81,7 @@ class Told(NamedTuple):
     called: bool  # another process waits
 
 
-class Parting(NamedTuple):
+class Departure(NamedTuple):
     """Part of a rank when others join or leave: whether it leaves, and another has its residual."""
 
     leaves: bool
@@ -133,11 +133,11 @@ class ElasticState:
         self._lost: dict[str, Lost] = {}
         self._known: dict[str, Lost] = {}  # what would be lost with each rank
         self._processes: list[str] = []
-        self._seated = False
-        self._changes: list[Told] | None = None
+        self._joined = False
+        self._changes: list[ExchangeReport] | None = None
         self._called: Callable[[], bool] = lambda: False
         self._leaves: Callable[[], bool] = lambda: False
-        optimizer.witness = self
+        optimizer.commit_protocol = self
         for reducer in self._reducers:
             reducer.rollback = True
 
@@ -151,11 +151,11 @@ class ElasticState:
 
     @property
     def applied(self) -> list[int]:
-        """Return how many exchanges of each kind are applied here, without an unsettled one."""
-        unsettled = self.optimizer.unsettled
+        """Return how many exchanges of each kind are applied here, without an uncommitted one."""
+        uncommitted = self.optimizer.uncommitted
         counts = [reducer.steps for reducer in self._reducers]
-        if unsettled is not None and unsettled.means is not None:
-            counts[self._place(unsettled.number)] -= 1
+        if uncommitted is not None and uncommitted.means is not None:
+            counts[self._place(uncommitted.number)] -= 1
         return counts
 
     def _place(self, number: int) -> int:
@@ -168,29 +168,29 @@ class ElasticState:
     # -- with each exchange --------------------------------------------------------------------
 
     def confirm(self) -> None:
-        """Return when all ranks have the result of an exchange; see `Witness`."""
-        every = self._tell()
-        self._know(every)
-        if any(told.leaves or told.called for told in every):
+        """Return when all ranks have the result of an exchange; see `CommitProtocol`."""
+        every = self._gather_reports()
+        self._record_norms(every)
+        if any(report.leaves or report.called for report in every):
             self._changes = every
 
     def end_step(self) -> None:
-        """Raise RanksChanged, on all ranks, if one joins or leaves; see `Witness`."""
+        """Raise RanksChanged, on all ranks, if one joins or leaves; see `CommitProtocol`."""
         if self._changes is not None:
             raise RanksChanged(
                 "ranks join or leave: train in a function that Elastic.run has wrapped"
             )
 
-    def _tell(self) -> list[Told]:
+    def _gather_reports(self) -> list[ExchangeReport]:
         called = self.group.rank() == 0 and self._called()
-        told = Told(self._squares(), self._leaves(), called)
-        every: list[Told] = self.group.gather_objects(told, Told)
+        report = ExchangeReport(self._squares(), self._leaves(), called)
+        every: list[ExchangeReport] = self.group.gather_objects(report, ExchangeReport)
         return every
 
-    def _know(self, every: list[Told]) -> None:
+    def _record_norms(self, every: list[ExchangeReport]) -> None:
         self._known = {
-            process: Lost(rank, math.sqrt(told.squares))
-            for rank, (process, told) in enumerate(zip(self._processes, every))
+            process: Lost(rank, math.sqrt(report.squares))
+            for rank, (process, report) in enumerate(zip(self._processes, every))
         }
 
     # -- when ranks meet -----------------------------------------------------------------------
@@ -212,19 +212,19 @@ class ElasticState:
         optimizer, group, here = self.optimizer, self.group, self.group.rank()
         self._called, self._leaves = (lambda: rendezvous.called), leaves
         optimizer.pause()
-        mine = Seat(
-            rendezvous.process, self._seated, optimizer.steps_made, self.applied, self._described()
+        mine = MemberState(
+            rendezvous.process, self._joined, optimizer.steps_made, self.applied, self._described()
         )
-        seats: list[Seat] = group.gather_objects(mine, Seat)
-        valid = [r for r, s in enumerate(seats) if s.seated and s.process in generation.before]
-        target = self._newest([seats[r] for r in valid], rendezvous, generation)
-        unsettled = optimizer.unsettled
-        if unsettled is not None:
-            place = self._place(unsettled.number)
-            optimizer.settle(here in valid and self.applied[place] < target[place])
-        candidates = valid or [r for r, s in enumerate(seats) if s.seated] or range(len(seats))
-        root = max(candidates, key=lambda rank: (seats[rank].steps, -rank))
-        self._refuse(seats, root, valid)
+        members: list[MemberState] = group.gather_objects(mine, MemberState)
+        valid = [r for r, s in enumerate(members) if s.joined and s.process in generation.before]
+        target = self._newest([members[r] for r in valid], rendezvous, generation)
+        uncommitted = optimizer.uncommitted
+        if uncommitted is not None:
+            place = self._place(uncommitted.number)
+            optimizer.resolve(here in valid and self.applied[place] < target[place])
+        candidates = valid or [r for r, s in enumerate(members) if s.joined] or range(len(members))
+        root = max(candidates, key=lambda rank: (members[rank].steps, -rank))
+        self._refuse(members, root, valid)
         receives = root != here if not valid else here not in valid
         speaks = here == root
         if generation.before and not valid and speaks:
@@ -233,29 +233,29 @@ class ElasticState:
                 "on from what rank %d has",
                 root,
             )
-        self._account(rendezvous, seats, speaks)
+        self._account(rendezvous, members, speaks)
         for reducer in self._reducers:
-            if not self._seated and (receives or not reducer.steps):
+            if not self._joined and (receives or not reducer.steps):
                 rank_state.restart(reducer)
             rank_state.resize(reducer, 1.0, 1.0 / group.size(), speaks)
-        self._hand_out(root, receives, full=len(valid) < len(seats))
-        self._seated = True
+        self._hand_out(root, receives, full=len(valid) < len(members))
+        self._joined = True
         self._processes = generation.processes
         optimizer.compare_again()
         self._exchange_rest()
-        self._know(self._tell())
+        self._record_norms(self._gather_reports())
         self._changes = None
 
     def _newest(
-        self, seats: list[Seat], rendezvous: Rendezvous, generation: Generation
+        self, members: list[MemberState], rendezvous: Rendezvous, generation: Generation
     ) -> list[int]:
         """Return how many exchanges of each kind some rank has applied."""
-        counts = [seat.applied for seat in seats]
-        present = {seat.process for seat in seats}
+        counts = [member.applied for member in members]
+        present = {member.process for member in members}
         for process in generation.before:
-            said = None if process in present else rendezvous.farewell(process)
-            if said is not None:
-                counts.append(said.exchanges)
+            notice = None if process in present else rendezvous.leave_notice(process)
+            if notice is not None:
+                counts.append(notice.exchanges)
         return [max(column) for column in zip(*counts)]
 
     def _described(self) -> dict[str, str]:
@@ -270,34 +270,34 @@ class ElasticState:
             "settings": optimizer.settings,
         }
 
-    def _refuse(self, seats: list[Seat], root: int, valid: list[int]) -> None:
+    def _refuse(self, members: list[MemberState], root: int, valid: list[int]) -> None:
         """Refuse ranks that join and train otherwise.
 
         Raises:
             MismatchError: on such a rank; on all, if none was there before.
             RanksChanged: on the others.
         """
-        asked = seats[root].described
-        others = [r for r, s in enumerate(seats) if s.described != asked]
+        asked = members[root].described
+        others = [r for r, s in enumerate(members) if s.described != asked]
         if not others:
             return
         here = self.group.rank()
         for rank in others if here in others or not valid else ():
-            config_check.agree([asked, seats[rank].described], [root, rank])
+            config_check.agree([asked, members[rank].described], [root, rank])
         LOGGER.warning("rank %s trains another model, or in another way: refused", others)
         raise RanksChanged("a rank that trains otherwise is refused")
 
-    def _account(self, rendezvous: Rendezvous, seats: list[Seat], speaks: bool) -> None:
+    def _account(self, rendezvous: Rendezvous, members: list[MemberState], speaks: bool) -> None:
         """Report what is lost with the ranks that left."""
-        present = {seat.process for seat in seats}
+        present = {member.process for member in members}
         for process in present & set(self._lost):
             del self._lost[process]  # it was silent, and has come back with its residual
         total = math.sqrt(sum(held.norm**2 for held in self._known.values()))
         for process, held in self._known.items():
             if process in present or process in self._lost:
                 continue
-            said = rendezvous.farewell(process)
-            if said is not None and said.handed_over:
+            notice = rendezvous.leave_notice(process)
+            if notice is not None and notice.handed_over:
                 continue
             self._lost[process] = held
             if speaks:
@@ -306,7 +306,7 @@ class ElasticState:
                     "%.4g (of %.4g in all), are lost",
                     held.rank,
                     process,
-                    "has died, or gives no sign of life" if said is None else "left",
+                    "has died, or gives no sign of life" if notice is None else "left",
                     held.norm,
                     total,
                 )
@@ -332,7 +332,7 @@ class ElasticState:
             dist.broadcast_object_list(box, root, group=self.group.handle, device=self.group.device)
         given = box[0]
         if receives:
-            if not self._seated:
+            if not self._joined:
                 self._lost = {}
             self.model.load_state_dict(given["rest"], strict=False)
             optimizer.take_over(given["optimizer"])
@@ -375,14 +375,14 @@ class ElasticState:
 
     # -- when a rank leaves --------------------------------------------------------------------
 
-    def part(self) -> Parting:
+    def part(self) -> Departure:
         """Hand over the residuals of ranks that leave; all call it after `RanksChanged`."""
         changes, self._changes = self._changes or [], None
-        leavers = [rank for rank, told in enumerate(changes) if told.leaves]
-        heirs = [rank for rank, told in enumerate(changes) if not told.leaves]
+        leavers = [rank for rank, report in enumerate(changes) if report.leaves]
+        heirs = [rank for rank, report in enumerate(changes) if not report.leaves]
         here, group = self.group.rank(), self.group
         if not leavers or not heirs:
-            return Parting(here in leavers, False)
+            return Departure(here in leavers, False)
         self.optimizer.exchange()  # fragments that had their turn in other steps
         self._changes = None
         for leaver in leavers:
@@ -398,7 +398,7 @@ class ElasticState:
                     for bucket, given in zip(buckets, box[0]):
                         rank_state.add_sums(bucket, given)
                     dist.send(torch.ones(1, device=group.device), leaver, group.handle)
-        return Parting(here in leavers, here in leavers)
+        return Departure(here in leavers, here in leavers)
 
     def _own_sums(self) -> list[dict[str, torch.Tensor]]:
         return [
@@ -480,7 +480,7 @@ class Elastic:
         return wrapped
 
     def _run(self, state: ElasticState, train: Callable[[], Any]) -> Any:
-        finished, parting = False, Parting(False, False)
+        finished, departure = False, Departure(False, False)
         broken, failures = math.inf, 0
         meets = True
         try:
@@ -494,8 +494,8 @@ class Elastic:
                     return result
                 except RanksChanged:
                     meets = True
-                    parting = self._part(state)
-                    if parting.leaves:
+                    departure = self._part(state)
+                    if departure.leaves:
                         return None
                 except RuntimeError as error:
                     if not self._has_lost_a_rank(state, error):
@@ -509,18 +509,18 @@ class Elastic:
                         ) from error
                     LOGGER.warning("a rank is lost, the others meet: %s", _first_line(error))
         finally:
-            self._rendezvous.leave(Farewell(finished, parting.handed_over, state.applied))
+            self._rendezvous.leave(LeaveNotice(finished, departure.handed_over, state.applied))
             if not finished:
                 self._disconnect(state)
 
-    def _part(self, state: ElasticState) -> Parting:
+    def _part(self, state: ElasticState) -> Departure:
         """Hand over the residuals of ranks that leave; if one is lost meanwhile, all stay."""
         try:
             return state.part()
         except RuntimeError as error:
             if not self._has_lost_a_rank(state, error):
                 raise
-            return Parting(False, False)
+            return Departure(False, False)
 
     def _has_lost_a_rank(self, state: ElasticState, error: RuntimeError) -> bool:
         """Return True if an error is that of a connection to another rank."""

@@ -100,7 +100,7 @@ class Fragment:
         return int(sum(sum_of_bits(c) % _PRIME for c in self.copies)) % _PRIME
 
 
-class Exchanged(NamedTuple):
+class PendingResult(NamedTuple):
     """Result of an exchange that has ended here, before it is applied.
 
     Attributes:
@@ -114,7 +114,7 @@ class Exchanged(NamedTuple):
     buffers: list[torch.Tensor] | None = None
 
 
-class Witness(Protocol):
+class CommitProtocol(Protocol):
     """Agreement of ranks that may be lost on what they have exchanged; see `ElasticState`."""
 
     def confirm(self) -> None:
@@ -146,8 +146,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
         outer: the outer optimizer, over the global parameters; a scheduler of its own may drive it.
         steps_made: local steps so far, skipped ones included.
         rounds: exchanges of the whole model that were applied so far.
-        witness: of exchanges, where ranks come and go; None where they do not.
-        unsettled: what has been exchanged, and may be applied on no rank or on all.
+        commit_protocol: of exchanges, where ranks come and go; None where they do not.
+        uncommitted: what has been exchanged, and may be applied on no rank or on all.
     """
 
     def __init__(
@@ -217,8 +217,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self._names = [name for name, _ in named]
         self.steps_made = self.rounds = self._clock = 0
         self._started = self._loaded = False
-        self.witness: Witness | None = None
-        self.unsettled: Exchanged | None = None
+        self.commit_protocol: CommitProtocol | None = None
+        self.uncommitted: PendingResult | None = None
 
     @staticmethod
     def _averaging(named: Any, connect: Callable[[str], Connection], name: str) -> TensorExchange:
@@ -270,8 +270,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
         return loss
 
     def _end_step(self) -> None:
-        if self.witness is not None:
-            self.witness.end_step()
+        if self.commit_protocol is not None:
+            self.commit_protocol.end_step()
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -386,7 +386,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
             raise NonFiniteGradientError(
                 f"a gradient of some rank is not finite in step {self._clock + 1}"
             )
-        self._confirm(Exchanged(WARMUP, means))
+        self._confirm(PendingResult(WARMUP, means))
         return loss
 
     def _step_alike(self, means: list[torch.Tensor] | None) -> None:
@@ -413,27 +413,27 @@ class LocalStepsOptimizer(WrappedOptimizer):
         fragment = self._fragments[number]
         fragment.sent = None
         means = fragment.exchange.finish()
-        self.unsettled = Exchanged(number, means)
+        self.uncommitted = PendingResult(number, means)
         if means is not None and number == len(self._fragments) - 1 and self._averager is not None:
             self._averager.start(self._buffers)
-            self.unsettled = Exchanged(number, means, self._averager.finish())
-        self._confirm(self.unsettled)
+            self.uncommitted = PendingResult(number, means, self._averager.finish())
+        self._confirm(self.uncommitted)
 
-    def _confirm(self, exchanged: Exchanged) -> None:
+    def _confirm(self, exchanged: PendingResult) -> None:
         """Apply what was exchanged, once all ranks have it."""
-        self.unsettled = exchanged
-        if self.witness is not None:
-            self.witness.confirm()
-        self.settle(True)
+        self.uncommitted = exchanged
+        if self.commit_protocol is not None:
+            self.commit_protocol.confirm()
+        self.resolve(True)
 
-    def settle(self, applies: bool) -> None:
-        """Apply what is unsettled, or go back to before its exchange; on all ranks alike.
+    def resolve(self, applies: bool) -> None:
+        """Apply what is uncommitted, or go back to before its exchange; on all ranks alike.
 
         Args:
             applies: some rank has applied it, or all ranks have it.
         """
-        assert self.unsettled is not None
-        (number, means, buffers), self.unsettled = self.unsettled, None
+        assert self.uncommitted is not None
+        (number, means, buffers), self.uncommitted = self.uncommitted, None
         exchange = self._warmup if number == WARMUP else self._fragments[number].exchange
         assert exchange is not None
         if not applies:

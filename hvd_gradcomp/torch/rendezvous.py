@@ -51,7 +51,7 @@ class Generation(NamedTuple):
     before: list[str]
 
 
-class Farewell(NamedTuple):
+class LeaveNotice(NamedTuple):
     """Last words of a process that leaves.
 
     Attributes:
@@ -177,7 +177,7 @@ class Rendezvous:
                 arrived, since = come, now
             self._pulse.watch({*arrived, *before})
             here = [p for p in arrived if not self._pulse.silent(p)]
-            gone = {p: self.farewell(p) for p in before if p not in here}
+            gone = {p: self.leave_notice(p) for p in before if p not in here}
             awaited = [p for p, said in gone.items() if said is None and not self._pulse.silent(p)]
             finished = sum(said is not None and said.finished for said in gone.values())
             first = not any(p in here for p in before)
@@ -255,20 +255,20 @@ class Rendezvous:
 
     # -- leaving -------------------------------------------------------------------------------
 
-    def leave(self, farewell: Farewell) -> None:
+    def leave(self, leave_notice: LeaveNotice) -> None:
         """Say that this process does not come back; without an answer it is silent soon."""
         self._pulse.stop()
         try:
-            self._store.set(f"left/{self.process}", typed_json.dumps(farewell).decode())
+            self._store.set(f"left/{self.process}", typed_json.dumps(leave_notice).decode())
         except RuntimeError as error:
             LOGGER.warning("the rendezvous at %s does not answer: %s", self._endpoint, error)
 
-    def farewell(self, process: str) -> Farewell | None:
+    def leave_notice(self, process: str) -> LeaveNotice | None:
         """Return the last words of a process; None if it has not left."""
         if not self._store.check([f"left/{process}"]):
             return None
-        said = typed_json.loads(self._store.get(f"left/{process}"), Optional[Farewell])
-        assert said is None or isinstance(said, Farewell)
+        said = typed_json.loads(self._store.get(f"left/{process}"), Optional[LeaveNotice])
+        assert said is None or isinstance(said, LeaveNotice)
         return said
 
 

@@ -1,8 +1,8 @@
 """Agreement of ranks that step at different speeds on when they exchange.
 
-After a step a rank says how many it has made since the last exchange, and goes on without waiting
-for the others: the gather of these numbers ends when the slowest rank has said its own. All ranks
-read the same numbers, so all decide alike: to exchange, or to say the next ones.
+After a step a rank submits how many it has made since the last exchange, and goes on without
+waiting for the others: the gather of these numbers ends when the slowest rank has submitted its
+own. All ranks read the same numbers, so all decide alike: to exchange, or to submit the next ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvd_gradcomp.torch.tensor_exchange import Connection
 SHARE = 0.05  # of a step: how long a rank waits for numbers that may be on their way
 
 
-class Said(NamedTuple):
+class RoundProgress(NamedTuple):
     """Numbers of one rank.
 
     Attributes:
@@ -74,12 +74,12 @@ class RoundClock:
         new = over = False
         while over or not new:
             if self._pending is None:
-                self._say(asked=False)
+                self._submit(asked=False)
                 new = True
             over = self._waited() >= self._deadline
             if not over and not self._arrives(SHARE * lasted):
                 break
-            if self._is_due(self._hear()):
+            if self._is_due(self._receive()):
                 self.restart()
                 return True
         return False
@@ -88,9 +88,9 @@ class RoundClock:
         """Wait until all ranks are in `exchange()`; return False if a round is due before."""
         while True:
             if self._pending is None:
-                self._say(asked=True)
-            every = self._hear()
-            together = all(said.asked for said in every)
+                self._submit(asked=True)
+            every = self._receive()
+            together = all(progress.asked for progress in every)
             if together or self._is_due(every):
                 self.restart()
                 return together
@@ -99,10 +99,10 @@ class RoundClock:
         """Return the seconds since this rank had made the steps of a round; -1 before."""
         return time.monotonic() - self._ready if self._steps >= self._every else -1.0
 
-    def _say(self, asked: bool) -> None:
+    def _submit(self, asked: bool) -> None:
         waited = self._waited()
-        said = Said(self._steps, int(1e3 * waited) if waited >= 0 else -1, int(asked))
-        row = torch.tensor(said, dtype=torch.int64, device=self._device)
+        progress = RoundProgress(self._steps, int(1e3 * waited) if waited >= 0 else -1, int(asked))
+        row = torch.tensor(progress, dtype=torch.int64, device=self._device)
         # As many names as there can be collectives at a time: Horovod caches what it knows.
         self._count = (self._count + 1) % 2
         name = f"{self._transport.name}.clock.{self._count}"
@@ -117,10 +117,10 @@ class RoundClock:
             time.sleep(min(2e-4, seconds))
         return True
 
-    def _hear(self) -> list[Said]:
+    def _receive(self) -> list[RoundProgress]:
         rows, self._pending = self._transport.wait(self._pending), None
-        return [Said(*row) for row in rows.tolist()]
+        return [RoundProgress(*row) for row in rows.tolist()]
 
-    def _is_due(self, every: Sequence[Said]) -> bool:
-        complete = all(said.steps >= self._every for said in every)
-        return complete or max(said.waited for said in every) >= 1e3 * self._deadline
+    def _is_due(self, every: Sequence[RoundProgress]) -> bool:
+        complete = all(progress.steps >= self._every for progress in every)
+        return complete or max(progress.waited for progress in every) >= 1e3 * self._deadline

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hvd_gradcomp.torch import rendezvous
-from hvd_gradcomp.torch.rendezvous import Farewell, Rendezvous, RendezvousError
+from hvd_gradcomp.torch.rendezvous import LeaveNotice, Rendezvous, RendezvousError
 
 PATIENCE, TIMEOUT = 0.6, 3.0
 
@@ -62,11 +62,11 @@ def test_who_is_silent_is_left_out_soon(store):
 def test_who_left_is_not_waited_for_and_finished_ranks_count(store):
     two = [process(store, minimum=2) for _ in range(2)]
     meet(two)
-    two[0].leave(Farewell(finished=True, handed_over=False, exchanges=[3]))
+    two[0].leave(LeaveNotice(finished=True, handed_over=False, exchanges=[3]))
     (found,) = meet(two[1:])
     assert found.processes == [two[1].process] and found.before[:] != found.processes
-    assert two[1].farewell(two[0].process) == Farewell(True, False, [3])
-    assert two[1].farewell(two[1].process) is None
+    assert two[1].leave_notice(two[0].process) == LeaveNotice(True, False, [3])
+    assert two[1].leave_notice(two[1].process) is None
 
 
 def test_who_joins_is_seen_and_waits_for_those_that_train(store):
@@ -100,7 +100,7 @@ def test_too_few_are_an_error_on_all(store):
 def test_a_training_that_has_ended_does_not_begin_again(store):
     one = process(store)
     meet([one])
-    one.leave(Farewell(True, False, []))
+    one.leave(LeaveNotice(True, False, []))
     (said,) = meet([process(store)])
     assert "the training 'training' has ended" in said
     (other,) = meet([process(store, name="another")])
