@@ -86,6 +86,7 @@ def _ddp() -> int:
         optimizer.step()
     ddp.verify(state)
     ranks: int = dist.get_world_size()
+    dist.destroy_process_group()
     return ranks
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -116,3 +117,27 @@ def test_parameters_are_those_that_horovod_gives_to_the_bit(tmp_path):
             over = torch.load(tmp_path / f"horovod-{place}-{rank}.pt")
             without = torch.load(tmp_path / "ddp" / f"ddp-{place}-{rank}.pt")
             assert torch.equal(over, without), compression
+
+
+WITHOUT_DESTROYING = """
+import sys, torch, torch.distributed as dist
+from hvd_gradcomp.torch.comm.c10d import ProcessGroup, Work
+
+dist.init_process_group("gloo", f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+groups = [ProcessGroup() for _ in range(8)]
+sys.setswitchinterval(1000)  # gloo's threads get the GIL only where the main one gives it away
+for group in 5 * groups:
+    Work.of(dist.all_gather, torch.ones(300), group).wait()
+"""
+
+
+def test_a_program_that_destroys_no_process_group_ends_well(tmp_path):
+    """Several jobs in turn, since one of two aborted when gloo's threads outlived the program."""
+    for job in range(5):
+        command = [sys.executable, "-c", WITHOUT_DESTROYING, str(tmp_path / f"met{job}")]
+        running = [
+            subprocess.Popen([*command, rank], env=environment(), stderr=subprocess.PIPE, text=True)
+            for rank in "01"
+        ]
+        said = [process.communicate(timeout=120)[1] for process in running]
+        assert [process.returncode for process in running] == [0, 0], "\n".join(said)

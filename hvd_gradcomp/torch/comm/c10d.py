@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -28,10 +28,13 @@ _open: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 def _let_go() -> None:
     """End gloo's threads while they can still take the GIL to release tensors.
 
-    `destroy_process_group` does not end them while somebody holds a group; at interpreter exit they
-    would abort the process.
+    At interpreter exit they would abort the process. They end when nobody holds the group any
+    longer, neither we nor `torch.distributed`.
     """
     for group in list(_open):
+        if group.backend == "gloo" and dist.is_initialized():
+            with suppress(ValueError):  # a group of a job that ended before this one began
+                group.hang_up()
         group.release()
 
 
