@@ -199,7 +199,9 @@ class OkTopKCompressor(Clipping, Compressor):
             written = ops.topk_kernels.write(Collecting(), *given, state.sent)
             index = ops.from_bytes(written.body[: 4 * k], "uint32")
             values = ops.from_bytes(written.body[4 * k :], "float32")
-            there = ops.put(written.memory[0], index, values)  # some kernels remove them
+            there = written.memory[0]
+            if ops.topk_kernels.removes:
+                there = ops.put(there, index, values)
             return Chosen(finite, there, Found(index, values), written.hint)
         found, there = self.accumulated(ops, scope, there, state)
         selection, code, hint = largest(ops, scope, there, ops.words(most), most, step, found)
@@ -248,7 +250,7 @@ class OkTopKCompressor(Clipping, Compressor):
         expected, spec = patterns.header_of(self, context), patterns.reduction_spec(plain, {})
         header, received = wire.unpack(ops, expected, buffers, spec)
         loads, found = self.decode(ops, layout, received, room)
-        summed = self.summed(ops, found, patterns.weights_of(ops, plain, header))
+        summed = self.summed(ops, layout, found, patterns.weights_of(ops, plain, header))
 
         finite, total = patterns.check_storable(ops, summed.values)
         none = ops.words((layout.sink,)), ops.zeros((1,))
@@ -359,13 +361,21 @@ class OkTopKCompressor(Clipping, Compressor):
         runs = [slice(rank * room, (rank + 1) * room) for rank in range(ranks)]
         return [Found(index[run], values[run]) for run in runs], load
 
-    def summed(self, ops: Ops, found: Sequence[Found], weights: Tensor) -> Found:
-        """Add up elements in the order of ranks; of a place that repeats the first has the sum."""
-        index = ops.sort(ops.concat([index for index, _ in found]))
-        total = ops.zeros(index.shape)
-        for rank, (own, values) in enumerate(found):
-            total = ops.add_at(total, ops.count_below(index, own), values * weights[rank])
-        return Found(index, total)
+    def summed(self, ops: Ops, layout: Layout, found: Sequence[Found], weights: Tensor) -> Found:
+        """Add up elements in the order of ranks; each place occurs once, and sinks follow."""
+        every = ops.concat([index for index, _ in found])
+        count, room = every.shape[0], found[0].index.shape[0]
+        bits = (count - 1).bit_length()
+        keys = ops.sort(every * 2**bits + ops.arange(count))
+        index, slot = ops.split_bits(keys, bits)
+        new = ops.cast(index[1:] != index[:-1], "int64")
+        place = ops.concat((ops.words((0,)), ops.cumsum(new)))  # in the result, of each key
+        places = ops.put(ops.full((count,), 0), slot, place)
+        total = ops.zeros((count,))
+        for rank, (_, values) in enumerate(found):
+            own = places[rank * room : (rank + 1) * room]
+            total = ops.add_at(total, own, values * weights[rank])
+        return Found(ops.put(ops.full((count,), layout.sink), place, index), total)
 
     def largest_of(self, ops: Ops, summed: Found, room: int) -> Tensor:
         """Return the places of the largest sums, ascending; the last one stands for none."""

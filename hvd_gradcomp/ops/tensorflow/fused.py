@@ -86,6 +86,7 @@ class TopKKernels:
 
     leads = True
     looks = shares = False
+    removes = True
 
     def __init__(self, native: Any) -> None:
         self.native = native

@@ -133,10 +133,11 @@ class TopKKernels(FusedKernels):
         leads: whether `choose`, `values` and `replace` exist.
         looks: whether `add` itself checks that the sum is finite.
         shares: whether `write` accepts the `wanted` of `Indexing.shares` as the quota.
+        removes: whether `write` removes the sent elements from the memory, before `commit`.
     """
 
     leads = True
-    looks = shares = False
+    looks = shares = removes = False
 
     def write(
         self,

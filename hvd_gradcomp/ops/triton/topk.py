@@ -526,7 +526,7 @@ class TopKKernels(Launcher):
     """Kernels of the methods with a number of elements; see `ops.torch.fused.TopKKernels`."""
 
     leads = False  # a leader chooses by plain ops
-    looks = shares = True
+    looks = shares = removes = True
 
     def write(
         self,
