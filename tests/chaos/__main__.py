@@ -8,9 +8,9 @@
 
 Each input is drawn from the seed, so the same one does the same again. Parts: `files` damages
 checkpoints, `payloads` what travels, `numbers` gradients, `ranks` real processes, `links` what lies
-between hosts, and elastic runs, `churn` ranks that come and go without Horovod. What each came to
-is counted; the exit status is 1 if anything hung, was lost, diverged, or ended with an error that
-says nothing of the cause.
+between hosts, and elastic runs, `churn` ranks that come and go without Horovod, `stragglers` slow
+ones with local steps that have a deadline. What each came to is counted; the exit status is 1 if
+anything hung, was lost, diverged, or ended with an error that says nothing of the cause.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ PARTS = {
     "ranks": "tests.chaos.ranks",
     "links": "tests.chaos.links",
     "churn": "tests.chaos.churn",
+    "stragglers": "tests.chaos.stragglers",
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from hvd_gradcomp.checkpoint import files as checkpoint_files
 from hvd_gradcomp.ops.torch import TorchOps
-from tests.chaos import files, outcomes, payloads
+from tests.chaos import files, outcomes, payloads, stragglers
 from tests.chaos.outcomes import BAD, MEANINGS, Input
 from tests.methods import ONE_OF_EACH, VARIANCE
 
@@ -44,6 +44,14 @@ def test_a_payload_that_is_not_checked_is_seen(monkeypatch):
     met(monkeypatch, [VARIANCE])
     monkeypatch.setattr(TorchOps, "require", lambda *_: None)
     assert came_to(PAYLOADS()) & {"lost", "diverged"}
+
+
+def test_a_lost_step_of_a_slow_rank_is_seen():
+    quick = {"made": [3.0, 1.0], "held": [0.0, 0.0], "parameters": [-2.0, 0.0]}
+    slow = {"made": [2.0, -2.0], "held": [1.0, -1.0], "parameters": [-2.0, 0.0]}
+    assert stragglers.outcome([quick, slow]) == "survived"
+    assert stragglers.outcome([quick, slow | {"held": [0.0, 0.0]}]) == "lost"
+    assert stragglers.outcome([quick, slow | {"parameters": [-2.0, 1.0]}]) == "diverged"
 
 
 def test_inputs_are_counted_by_what_came_of_them():
