@@ -90,15 +90,15 @@ COMMON = {
     ),
     "sparse-5": Way("SparseLoCo, 5", "ChunkedTopKCompressor()", f"every=5, {AVERAGE}"),
     "sparse-15": Way("SparseLoCo, 15", "ChunkedTopKCompressor()", f"every=15, {AVERAGE}"),
+    "dgc": Way(
+        "DGC, 0.1 %, warm-up", "after(60, None, DGCCompressor(momentum={momentum}))", lead=65
+    ),
 }
-DGC = {"dgc": Way("DGC, 0.1 %, warm-up", "after(60, None, DGCCompressor(momentum=0.9))", lead=65)}
 TASKS = {
     "transformer": Training(
         "transformer", "transformer on text, AdamW", "adamw", 0.001, 420, COMMON
     ),
-    "images": Training(
-        "images", "VGG on clothes, SGD with momentum", "sgd", 0.05, 300, {**COMMON, **DGC}
-    ),
+    "images": Training("images", "VGG on clothes, SGD with momentum", "sgd", 0.05, 300, COMMON),
 }
 LOOK = 30  # steps between looks at the loss; a multiple of all numbers of local steps
 TIMED = 30  # steps, likewise
