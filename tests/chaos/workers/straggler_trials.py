@@ -83,6 +83,7 @@ def main(folder: str, text: str, rank: str = "", size: str = "") -> None:
         torch.distributed.init_process_group("gloo", meeting, rank=int(rank), world_size=int(size))
     else:
         hvd.init()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of horovodrun, before a rank has said why
     number = int(rank) if rank else hvd.rank()
     with Path(folder, f"hangs-{number}").open("w") as hangs:
         faulthandler.dump_traceback_later(150, exit=True, file=hangs)
