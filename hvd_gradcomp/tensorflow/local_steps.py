@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
@@ -24,10 +24,9 @@ from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule, OuterSGD,
 from hvd_gradcomp.algorithms.wrappers import take_over
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layers import Layer, Weight
-from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime import config_check
-from hvd_gradcomp.runtime.errors import OutOfStepError
+from hvd_gradcomp.runtime.exchange_state import ExchangeState, States, diverged, out_of_step
 from hvd_gradcomp.runtime.unique_names import UniqueNames
 from hvd_gradcomp.tensorflow import checksums, comm
 from hvd_gradcomp.tensorflow.layers import named_layers
@@ -41,28 +40,6 @@ if TYPE_CHECKING:
 _NARROW = ("float16", "bfloat16")  # dtypes whose global variables are float32
 _NOTHING, _MEANS, _NOT_FINITE = range(3)  # what is on its way, of a fragment
 _titles: dict[int, UniqueNames] = {}  # by process set, whose ranks alone draw names
-
-
-class _Round(NamedTuple):
-    """Message of a rank before an exchange.
-
-    Attributes:
-        fragment: that is exchanged.
-        asked: True in `exchange()`.
-        exchanges: of this fragment so far.
-        clock: steps that the schedule counts.
-        moved: steps since the fragment was equal to the global variables.
-        digest: of the global variables.
-        alone: True if a host's ranks should have averaged gradients in these steps, and did not.
-    """
-
-    fragment: int
-    asked: bool
-    exchanges: int
-    clock: int
-    moved: int
-    digest: int
-    alone: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -468,9 +445,9 @@ class LocalSteps(tf.Module):
             self._apply_sent(number)
         most = 0
         for number, fragment in enumerate(self._fragments):
-            rounds = self._compare(number, asked=True)
-            most = max(r.clock for r in rounds)
-            if any(r.moved for r in rounds):
+            states = self._compare(number, asked=True).values()
+            most = max(state.clock for state in states)
+            if any(state.moved for state in states):
                 self._apply(number, self._reduce(number))
                 self._hand_out(fragment, number, 0.0)
         every, alone = self.schedule.every, most - self.schedule.warmup_steps
@@ -604,8 +581,8 @@ class LocalSteps(tf.Module):
             self._inside = HostAverage(self._average_inside(inside))
         self._agreed = True
 
-    def _compare(self, number: int, asked: bool) -> list[_Round]:
-        """Compare what the ranks are about to exchange; return what each of them has said.
+    def _compare(self, number: int, asked: bool) -> States:
+        """Compare what the ranks are about to exchange; return the state of each.
 
         Raises:
             OutOfStepError: on all ranks, if it is something else.
@@ -615,41 +592,32 @@ class LocalSteps(tf.Module):
         fragment = self._fragments[number]
         digests = checksums.digests_of(fragment.reducer.ops, fragment.copies)
         has_moved = int(self._moved[number]) > 0
-        own = _Round(
+        own = ExchangeState(
             number,
-            asked,
+            int(asked),
             int(fragment.reducer.steps),
             int(self._clock),
             int(self._moved[number]),
             zlib.crc32(digests.numpy().tobytes()),
-            self._inside is not None and not self._inside.is_new(number) and has_moved,
+            fault=int(self._inside is not None and not self._inside.is_new(number) and has_moved),
         )
-        rounds: list[_Round] = self._gather(own, _Round)
-        ranks = self._process_set.ranks or range(len(rounds))
-        if len({(*r[:3], 0 if r.asked else r.clock) for r in rounds}) > 1:
-            listed = ", ".join(
-                f"rank {rank} after {r.clock} steps{' in exchange()' * r.asked}, with "
-                f"{r.exchanges} exchanges before it"
-                for rank, r in zip(ranks, rounds)
-            )
-            raise OutOfStepError(
-                f"the ranks are in different exchanges: {listed}. Call step() equally often on all "
-                "ranks, exchange() on all or none, and load the same checkpoint on all ranks"
-            )
-        if len({r.digest for r in rounds}) > 1:
-            raise DivergedError(
-                "the global variables of the ranks differ before an exchange; digests by rank: "
-                f"{ {rank: r.digest for rank, r in zip(ranks, rounds)} }. Make LocalSteps once all "
-                "ranks have equal variables, by hvd.broadcast_variables or a seed, and call "
-                "restart() on all of them after setting variables in mid-training"
-            )
-        if alone := [rank for rank, r in zip(ranks, rounds) if r.alone]:
+        every = self._gather(own, ExchangeState)
+        states = dict(zip(self._process_set.ranks or range(len(every)), every))
+        if error := out_of_step(states):
+            raise error
+        remedy = (
+            "Make LocalSteps once all ranks have equal variables, by hvd.broadcast_variables or a "
+            "seed"
+        )
+        if different := diverged(states, "variables", remedy):
+            raise different
+        if alone := [rank for rank, state in states.items() if state.fault]:
             raise RuntimeError(
                 "hierarchical=True averages gradients over the ranks of a host in every step, and "
                 f"rank {', '.join(map(str, alone))} has averaged none since the last exchange: "
                 "call gradients = local.reduce_gradients(gradients) before the optimizer"
             )
-        return rounds
+        return states
 
     # -- what it keeps, and what it has done ---------------------------------------------------
 

@@ -17,13 +17,12 @@ import torch
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.local_steps import LocalSchedule, OuterSGD, cut
 from hvd_gradcomp.checkpoint.schema import CheckpointError
-from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.runtime.exchange_state import ExchangeState, States, diverged, out_of_step
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.reducer import sum_of_bits
 from hvd_gradcomp.torch.round_clock import RoundClock
-from hvd_gradcomp.torch.step_sync import OutOfStepError
 from hvd_gradcomp.torch.tensor_exchange import Connection, RankSync, TensorExchange
 from hvd_gradcomp.torch.wrapped_optimizer import (
     KEPT,
@@ -302,8 +301,9 @@ class LocalStepsOptimizer(WrappedOptimizer):
                 self._apply(number)
         clocks = [self._clock]
         for number, fragment in enumerate(self._fragments):
-            clocks, moved = self._compare(fragment.exchange, number, True, fragment)
-            if moved:
+            states = self._compare(fragment.exchange, number, True, fragment).values()
+            clocks = [state.clock for state in states]
+            if any(state.moved for state in states):
                 self._send(fragment)
                 self._apply(number)
             fragment.hand_out(0.0)
@@ -480,44 +480,35 @@ class LocalStepsOptimizer(WrappedOptimizer):
         what: int,
         asked: bool,
         fragment: Fragment | None = None,
-    ) -> tuple[list[int], bool]:
-        """Compare what the ranks are about to exchange.
-
-        Returns:
-            The steps that each rank's schedule counts, and whether one has moved since the last
-            exchange.
+    ) -> States:
+        """Compare what the ranks are about to exchange; return the state of each.
 
         Raises:
             OutOfStepError: on all ranks, if it is something else.
             DivergedError: on all ranks, if their global parameters differ.
         """
-        moved, digest = (0, 0) if fragment is None else (int(fragment.moved), fragment.digest())
         travels = sum(1 << n for n, each in enumerate(self._fragments) if each.sent is not None)
-        before = travels if exchange is None else exchange.reducer.steps
-        thawed = self.thawed({p for fragment in self._fragments for p in fragment.parameters})
-        words = [what, int(asked), before, self._clock, moved, thawed, digest]
-        every = self._sync.gather(words)
-        if len({(w, a, n, 0 if a else t) for w, a, n, t, *_ in every.values()}) > 1:
+        own = ExchangeState(
+            what,
+            asked,
+            travels if exchange is None else exchange.reducer.steps,
+            self._clock,
+            0 if fragment is None else int(fragment.moved),
+            0 if fragment is None else fragment.digest(),
+            fault=self.thawed({p for each in self._fragments for p in each.parameters}),
+        )
+        words = self._sync.gather([*map(int, own)])
+        every = {rank: ExchangeState(*said) for rank, said in words.items()}
+        if error := out_of_step(every):
             self._sync.compare_settings(self._settings)
-            listed = ", ".join(
-                f"rank {rank} after {t} steps{' in exchange()' * a}, with {n} exchanges before it"
-                for rank, (_, a, n, t, *_) in every.items()
-            )
-            raise OutOfStepError(
-                f"the ranks are in different exchanges: {listed}. Call step() equally often on all "
-                "ranks, exchange() on all or none, and load the same checkpoint on all of them"
-            )
-        if len({digest for *_, digest in every.values()}) > 1:
-            raise DivergedError(
-                "the global parameters of the ranks differ before an exchange; digests by rank: "
-                f"{ {rank: digest for rank, (*_, digest) in every.items()} }. Give all ranks the "
-                "same parameters at first, by broadcast_parameters or a seed, and call restart() "
-                "on all of them after setting parameters in mid-training"
-            )
-        refuse_thawed({rank: words[5] for rank, words in every.items()})
+            raise error
+        remedy = "Give all ranks the same parameters at first, by broadcast_parameters or a seed"
+        if different := diverged(every, "parameters", remedy):
+            raise different
+        refuse_thawed({rank: state.fault for rank, state in every.items()})
         if exchange is not None:
             exchange.agree()
-        return [words[3] for words in every.values()], any(words[4] for words in every.values())
+        return every
 
     # -- what it keeps, and what it has done ---------------------------------------------------
 

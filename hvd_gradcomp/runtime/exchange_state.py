@@ -1,0 +1,66 @@
+"""Messages with which ranks of local steps compare what they are about to exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from hvd_gradcomp.monitoring.verify import DivergedError
+from hvd_gradcomp.runtime.errors import OutOfStepError
+
+
+class ExchangeState(NamedTuple):
+    """State of one rank before an exchange.
+
+    Attributes:
+        number: of the fragment, or a negative number for something else.
+        asked: 1 in `exchange()`, where ranks may have made different numbers of steps.
+        exchanges: of the same before.
+        clock: steps that the schedule counts.
+        moved: above 0 if the rank has made a step since it had the global parameters.
+        digest: checksum of the global parameters.
+        fault: what the frontend has found on this rank, 0 for nothing.
+    """
+
+    number: int
+    asked: int
+    exchanges: int
+    clock: int
+    moved: int
+    digest: int
+    fault: int
+
+
+States = Mapping[int, ExchangeState]  # by rank
+
+
+def out_of_step(states: States) -> OutOfStepError | None:
+    """Return the error of ranks that are in different exchanges; None if they are in the same."""
+    if len({(*s[:3], 0 if s.asked else s.clock) for s in states.values()}) == 1:
+        return None
+    listed = ", ".join(
+        f"rank {rank} after {s.clock} steps{' in exchange()' * bool(s.asked)}, with "
+        f"{s.exchanges} exchanges before it"
+        for rank, s in states.items()
+    )
+    return OutOfStepError(
+        f"the ranks are in different exchanges: {listed}. Call step() equally often on all "
+        "ranks, exchange() on all or none, and load the same checkpoint on all of them"
+    )
+
+
+def diverged(states: States, what: str, remedy: str) -> DivergedError | None:
+    """Return the error of ranks whose global parameters differ; None if they are equal.
+
+    Args:
+        states: of the ranks.
+        what: "parameters" or "variables".
+        remedy: how to make them equal at first.
+    """
+    digests = {rank: s.digest for rank, s in states.items()}
+    if len(set(digests.values())) == 1:
+        return None
+    return DivergedError(
+        f"the global {what} of the ranks differ before an exchange; digests by rank: {digests}. "
+        f"{remedy}, and call restart() on all of them after setting {what} in mid-training"
+    )
