@@ -286,8 +286,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
             OutOfStepError: on all ranks, if others are in the exchange of a step; with a deadline
                 it waits for them instead.
         """
+        self._begin()
         if self._clock < self.schedule.warmup_steps:
-            self._begin()
             return  # ranks are equal
         while self._round_clock is not None and not self._round_clock.meet():
             self._exchange()
@@ -296,7 +296,6 @@ class LocalStepsOptimizer(WrappedOptimizer):
     @torch.no_grad()
     def _exchange(self) -> None:
         """Exchange all fragments, at one place on all ranks."""
-        self._begin()
         for number, fragment in enumerate(self._fragments):
             if fragment.sent is not None:
                 self._apply(number)
@@ -493,11 +492,14 @@ class LocalStepsOptimizer(WrappedOptimizer):
         """
         moved, digest = (0, 0) if fragment is None else (int(fragment.moved), fragment.digest())
         travels = sum(1 << n for n, each in enumerate(self._fragments) if each.sent is not None)
-        before = travels if exchange is None else exchange.reducer.steps
+        loaded = travels if self._round_clock is None else self.rounds
+        before = loaded if exchange is None else exchange.reducer.steps
+        # With a deadline each rank loads a state after as many steps as it had made.
+        apart = asked or (exchange is None and self._round_clock is not None)
         thawed = self.thawed({p for fragment in self._fragments for p in fragment.parameters})
         words = [what, int(asked), before, self._clock, moved, thawed, digest]
         every = self._sync.gather(words)
-        if len({(w, a, n, 0 if a else t) for w, a, n, t, *_ in every.values()}) > 1:
+        if len({(w, a, n, 0 if apart else t) for w, a, n, t, *_ in every.values()}) > 1:
             self._sync.compare_settings(self._settings)
             listed = ", ".join(
                 f"rank {rank} after {t} steps{' in exchange()' * a}, with {n} exchanges before it"

@@ -13,6 +13,7 @@ from hvd_gradcomp import ChunkedTopKCompressor, NoneCompressor
 from hvd_gradcomp.algorithms.local_steps import LocalSchedule, OuterSGD
 from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
+from hvd_gradcomp.torch.step_sync import OutOfStepError
 from tests.thread_ranks import run
 
 SIZE = 96
@@ -186,6 +187,40 @@ def test_a_saved_state_goes_on_from_where_it_was():
 
     mine, theirs = results_of(2, work)
     assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_state_of_mid_round_is_loaded_after_other_steps_on_each_rank(at_once):
+    """A rank may be in `exchange()` at once, while the other one steps."""
+
+    def work(rank):
+        parameter, optimizer = optimizer_of(rank, 0.1, every=3)
+        while optimizer.rounds < 2:
+            step(parameter, optimizer, numbers(rank.rank, optimizer.steps_made))
+        for number in range(rank.rank):
+            step(parameter, optimizer, numbers(rank.rank, number))
+        optimizer.load_state_dict(optimizer.state_dict())
+        while optimizer.rounds < 4 and not (at_once and rank.rank):
+            step(parameter, optimizer, numbers(rank.rank, optimizer.steps_made))
+        optimizer.exchange()
+        return parameter.detach().clone()
+
+    mine, theirs = results_of(2, work)
+    assert torch.equal(mine, theirs)
+
+
+def test_states_after_other_rounds_are_an_error_on_all():
+    def work(rank):
+        parameter, optimizer = optimizer_of(rank, 1.0, every=3)
+        kept = optimizer.state_dict()
+        while optimizer.rounds < 1:
+            step(parameter, optimizer, numbers(rank.rank, 0))
+        optimizer.exchange()
+        optimizer.load_state_dict(kept if rank.rank else optimizer.state_dict())
+        step(parameter, optimizer, numbers(rank.rank, 0))
+
+    for error in run(2, work):
+        assert isinstance(error, OutOfStepError) and "load the same checkpoint" in str(error)
 
 
 @pytest.mark.parametrize(
