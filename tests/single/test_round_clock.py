@@ -266,3 +266,16 @@ def test_a_deadline_and_ranks_that_come_and_go_exclude_each_other():
     optimizer = ddp.LocalSteps(sgd, model.named_parameters(), 3, deadline=1.0)
     with pytest.raises(ValueError, match="make LocalSteps without it"):
         ddp.ElasticState(model, optimizer)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("name", ["group", "lost", "sync", "model_"])
+def test_objects_of_ranks_that_come_and_go_hide_nothing(name):
+    model = torch.nn.Linear(3, 2)
+    sgd = torch.optim.SGD(model.parameters(), 1.0)
+    optimizer = ddp.LocalSteps(sgd, model.named_parameters(), 3)
+    if name == "model_":
+        assert ddp.ElasticState(model, optimizer, model_=5).model_ == 5
+        return
+    with pytest.raises(ValueError, match=f"has a '{name}' itself: give yours another name"):
+        ddp.ElasticState(model, optimizer, **{name: 5})
