@@ -456,7 +456,7 @@ class Elastic:
         self._rendezvous = Rendezvous(rendezvous, name, *how)
         self._backend, self._timeout = backend, timeout
         self._connecting = max(_CONNECTING, 3 * patience)
-        self._leaves = self._connected = False
+        self._leaves = self._connected = self._ended = False
         self._be_alone()
 
     def _be_alone(self) -> None:
@@ -472,9 +472,11 @@ class Elastic:
     def run(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function of an `ElasticState` so that it is called again when ranks change.
 
-        It begins where `optimizer.steps_made` says. A rank that returns from it has finished.
+        It begins where `optimizer.steps_made` says. A rank that returns from it has finished: it
+        exchanges no more, but `torch.distributed` is as it was.
 
         Raises:
+            RuntimeError: a function has ended in this process before.
             RendezvousError: too few ranks were left, or the rendezvous is gone.
             MismatchError: this process joins with another model, or another exchange.
             Exception: of the function; the other ranks go on without this one.
@@ -487,6 +489,11 @@ class Elastic:
         return wrapped
 
     def _run(self, state: ElasticState, train: Callable[[], Any]) -> Any:
+        if self._ended:
+            raise RuntimeError(
+                "what Elastic.run has wrapped has ended in this process, and the other ranks do "
+                "not wait for it any more: train to the end in one call"
+            )
         finished, departure = False, Departure(False, False)
         broken, failures = math.inf, 0
         meets = True
@@ -516,8 +523,11 @@ class Elastic:
                         ) from error
                     LOGGER.warning("a rank is lost, the others meet: %s", _first_line(error))
         finally:
+            self._ended = True
             self._rendezvous.leave(LeaveNotice(finished, departure.handed_over, state.applied))
-            if not finished:
+            if finished:  # who has not notices, however long this process lives
+                state.group.hang_up()
+            else:
                 self._disconnect(state)
 
     def _part(self, state: ElasticState) -> Departure:
