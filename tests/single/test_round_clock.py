@@ -11,6 +11,7 @@ import torch
 
 from hvd_gradcomp import ChunkedTopKCompressor, NoneCompressor
 from hvd_gradcomp.algorithms.local_steps import LocalSchedule, OuterSGD
+from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.step_sync import OutOfStepError
@@ -149,6 +150,23 @@ def test_exchange_waits_for_ranks_that_are_still_in_their_steps():
     total = sum(numbers(0, n) for n in range(1)) + sum(numbers(1, n) for n in range(8))
     torch.testing.assert_close(mine, -total / 2, rtol=1e-4, atol=1e-4)
     assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    ("every", "deadline"), [([3, 50], [0.02, 0.02]), ([3, 3], [0.02, 50.0]), ([9, 9], [50.0, 0.02])]
+)
+def test_another_every_or_deadline_is_an_error_on_all(every, deadline):
+    """Each rank would decide by its own when to exchange, and wait for those that do not."""
+
+    def work(rank):
+        at = rank.rank
+        parameter, optimizer = optimizer_of(rank, deadline[at], every=every[at])
+        while optimizer.rounds < 1:
+            time.sleep(0.01)
+            step(parameter, optimizer, numbers(at, optimizer.steps_made))
+
+    for error in run(2, work):
+        assert isinstance(error, MismatchError) and "every=" in str(error)
 
 
 def test_first_steps_are_averaged_one_by_one_and_rounds_begin_after_them():
