@@ -46,6 +46,8 @@ class Robust(Composite):
     def __post_init__(self) -> None:
         validate.one_of(self, "rule", RULES)
         validate.whole(self, "trim", low=1)
+        if isinstance(self.inner, Robust):
+            raise ValueError(f"robust goes around a compressor once, got {self.inner}")
         if self.inner.replicated or self.inner.uses_moments or self.inner.whole_model:
             raise ValueError(self._refused("ranks agree on what is sent"))
 
@@ -240,9 +242,9 @@ def robust(compressor: Compressor | None, rule: str = "clip", trim: int = 1) -> 
 
     Raises:
         TypeError: the compressor is none, or a partition; `robust` goes around its compressors.
-        ValueError: the rule is unknown; the compressor does more than gather payloads of a fixed
-            size (agreed levels, sums, two shots, learning); when the optimizer is made: too few
-            ranks for `trim`.
+        ValueError: the rule is unknown; the compressor is robust already, or does more than gather
+            payloads of a fixed size (agreed levels, sums, two shots, learning); when the optimizer
+            is made: too few ranks for `trim`.
 
     >>> robust(NoneCompressor(), "trimmed", trim=2)
     robust(NoneCompressor(), 'trimmed', trim=2)

@@ -8,8 +8,16 @@ import click
 
 
 @click.command("rendezvous", short_help="Run the place where ranks that come and go meet.")
-@click.option("--host", default="0.0.0.0", show_default=True, help="Address to listen on.")
-@click.option("--port", default=29400, show_default=True, help="Port; 0 for any that is free.")
+@click.option(
+    "--host", default="0.0.0.0", show_default=True, help="Address to listen on; :: for IPv6 too."
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=29400,
+    show_default=True,
+    help="Port; 0 for any that is free.",
+)
 def command(host: str, port: int) -> None:
     """Run the place where ranks that come and go meet (`ddp.Elastic`), until it is ended.
 
@@ -19,6 +27,9 @@ def command(host: str, port: int) -> None:
     """
     from hvd_gradcomp.torch import rendezvous
 
-    store = rendezvous.serve(host, port)
+    try:
+        store = rendezvous.serve(host, port)
+    except OSError as error:
+        raise click.ClickException(f"cannot listen on {host}, port {port}: {error}") from error
     click.echo(f"ranks meet at port {store.port}")
     signal.sigwait({signal.SIGINT, signal.SIGTERM})

@@ -34,9 +34,14 @@ class ExchangeState(NamedTuple):
 States = Mapping[int, ExchangeState]  # by rank
 
 
-def out_of_step(states: States) -> OutOfStepError | None:
-    """Return the error of ranks that are in different exchanges; None if they are in the same."""
-    if len({(*s[:3], 0 if s.asked else s.clock) for s in states.values()}) == 1:
+def out_of_step(states: States, counted: bool = True) -> OutOfStepError | None:
+    """Return the error of ranks that are in different exchanges; None if they are in the same.
+
+    Args:
+        states: of the ranks.
+        counted: whether ranks have to have made as many steps, where `exchange()` does not ask.
+    """
+    if len({(*s[:3], s.clock if counted and not s.asked else 0) for s in states.values()}) == 1:
         return None
     listed = ", ".join(
         f"rank {rank} after {s.clock} steps{' in exchange()' * bool(s.asked)}, with "

@@ -104,7 +104,7 @@ class ElasticState:
 
     Raises:
         TypeError: the optimizer is another one.
-        ValueError: it has a deadline.
+        ValueError: it has a deadline; or an object has the name of what is here already.
 
     Attributes:
         lost: (rank, norm) of the residual of each rank that has left since this process joined.
@@ -128,7 +128,6 @@ class ElasticState:
                 "ranks that come and go count them: make LocalSteps without it"
             )
         self.model, self.optimizer, self.group = model, optimizer, group
-        self.__dict__.update(objects)
         self._objects = list(objects)
         self._lost: dict[str, Lost] = {}
         self._known: dict[str, Lost] = {}  # what would be lost with each rank
@@ -137,6 +136,10 @@ class ElasticState:
         self._changes: list[ExchangeReport] | None = None
         self._called: Callable[[], bool] = lambda: False
         self._leaves: Callable[[], bool] = lambda: False
+        taken = [name for name in objects if name in dir(self)]
+        if taken:
+            raise ValueError(f"an ElasticState has a {taken[0]!r} itself: give yours another name")
+        self.__dict__.update(objects)
         optimizer.commit_protocol = self
         for reducer in self._reducers:
             reducer.rollback = True
@@ -354,13 +357,17 @@ class ElasticState:
                 setattr(self, name, value)
 
     def _rest_of_model(self) -> dict[str, Any]:
-        """Return what the optimizer does not hand out: buffers, and parameters it does not know."""
-        known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        """Return what the optimizer does not hand out: buffers, and parameters that do not train.
+
+        The inner optimizer may have these too; they are not among the global parameters.
+        """
+        groups = self.optimizer.param_groups
+        trained = {id(p) for group in groups for p in group["params"] if p.requires_grad}
         everything = self.model.state_dict(keep_vars=True)
         return {
             name: x.detach() if isinstance(x, torch.Tensor) else x
             for name, x in everything.items()
-            if id(x) not in known
+            if id(x) not in trained
         }
 
     def _exchange_rest(self) -> None:
@@ -449,7 +456,7 @@ class Elastic:
         self._rendezvous = Rendezvous(rendezvous, name, *how)
         self._backend, self._timeout = backend, timeout
         self._connecting = max(_CONNECTING, 3 * patience)
-        self._leaves = self._connected = False
+        self._leaves = self._connected = self._ended = False
         self._be_alone()
 
     def _be_alone(self) -> None:
@@ -465,9 +472,11 @@ class Elastic:
     def run(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap a function of an `ElasticState` so that it is called again when ranks change.
 
-        It begins where `optimizer.steps_made` says. A rank that returns from it has finished.
+        It begins where `optimizer.steps_made` says. A rank that returns from it has finished: it
+        exchanges no more, but `torch.distributed` is as it was.
 
         Raises:
+            RuntimeError: a function has ended in this process before.
             RendezvousError: too few ranks were left, or the rendezvous is gone.
             MismatchError: this process joins with another model, or another exchange.
             Exception: of the function; the other ranks go on without this one.
@@ -480,6 +489,11 @@ class Elastic:
         return wrapped
 
     def _run(self, state: ElasticState, train: Callable[[], Any]) -> Any:
+        if self._ended:
+            raise RuntimeError(
+                "what Elastic.run has wrapped has ended in this process, and the other ranks do "
+                "not wait for it any more: train to the end in one call"
+            )
         finished, departure = False, Departure(False, False)
         broken, failures = math.inf, 0
         meets = True
@@ -509,8 +523,11 @@ class Elastic:
                         ) from error
                     LOGGER.warning("a rank is lost, the others meet: %s", _first_line(error))
         finally:
+            self._ended = True
             self._rendezvous.leave(LeaveNotice(finished, departure.handed_over, state.applied))
-            if not finished:
+            if finished:  # who has not notices, however long this process lives
+                state.group.hang_up()
+            else:
                 self._disconnect(state)
 
     def _part(self, state: ElasticState) -> Departure:
@@ -592,4 +609,5 @@ def _without_exchanges(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:300]
+    """Return what an error says; of an explained one its cause, without advice on what to use."""
+    return str(error.__cause__ or error).partition("\n")[0][:300]

@@ -285,8 +285,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
             OutOfStepError: on all ranks, if others are in the exchange of a step; with a deadline
                 it waits for them instead.
         """
+        self._begin()
         if self._clock < self.schedule.warmup_steps:
-            self._begin()
             return  # ranks are equal
         while self._round_clock is not None and not self._round_clock.meet():
             self._exchange()
@@ -295,7 +295,6 @@ class LocalStepsOptimizer(WrappedOptimizer):
     @torch.no_grad()
     def _exchange(self) -> None:
         """Exchange all fragments, at one place on all ranks."""
-        self._begin()
         for number, fragment in enumerate(self._fragments):
             if fragment.sent is not None:
                 self._apply(number)
@@ -488,10 +487,11 @@ class LocalStepsOptimizer(WrappedOptimizer):
             DivergedError: on all ranks, if their global parameters differ.
         """
         travels = sum(1 << n for n, each in enumerate(self._fragments) if each.sent is not None)
+        loaded = travels if self._round_clock is None else self.rounds
         own = ExchangeState(
             what,
             asked,
-            travels if exchange is None else exchange.reducer.steps,
+            loaded if exchange is None else exchange.reducer.steps,
             self._clock,
             0 if fragment is None else int(fragment.moved),
             0 if fragment is None else fragment.digest(),
@@ -499,7 +499,9 @@ class LocalStepsOptimizer(WrappedOptimizer):
         )
         words = self._sync.gather([*map(int, own)])
         every = {rank: ExchangeState(*said) for rank, said in words.items()}
-        if error := out_of_step(every):
+        # With a deadline each rank loads a state after as many steps as it had made.
+        counted = exchange is not None or self._round_clock is None
+        if error := out_of_step(every, counted):
             self._sync.compare_settings(self._settings)
             raise error
         remedy = "Give all ranks the same parameters at first, by broadcast_parameters or a seed"

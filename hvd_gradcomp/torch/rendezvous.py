@@ -14,7 +14,9 @@ same cases. It looks once a second, waits for more ranks each time, and compares
 from __future__ import annotations
 
 import logging
+import os
 import platform
+import socket
 import threading
 import time
 import uuid
@@ -94,8 +96,8 @@ class Rendezvous:
         patience: float,
         timeout: float,
     ) -> None:
-        host, _, port = endpoint.rpartition(":")
-        if not host or not port.isdigit():
+        host, _, port = str(endpoint).rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
             raise ValueError(
                 f"rendezvous= takes 'host:port' of `hvd-gradcomp rendezvous`, got {endpoint!r}"
             )
@@ -323,8 +325,23 @@ class _Pulse:
 def serve(host: str, port: int) -> dist.TCPStore:
     """Return a store that answers at an address, as long as somebody holds it.
 
+    A `TCPStore` that is given a host listens on all addresses all the same; so it is given a
+    socket.
+
     Args:
-        host: to listen on.
+        host: to listen on; no other address of this machine answers.
         port: 0 for any that is free.
+
+    Raises:
+        OSError: this machine has no such address, or the port is taken.
     """
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" is for IPv4 as well
+    with socket.create_server(address[:2], family=family, dualstack_ipv6=both) as listener:
+        free = listener.getsockname()[1]
+        how = {"is_master": True, "wait_for_workers": False}
+        if "master_listen_fd" not in str(dist.TCPStore.__init__.__doc__):  # PyTorch 2.0
+            listener.close()
+            return dist.TCPStore(host, free, **how)
+        return dist.TCPStore(host, free, **how, master_listen_fd=os.dup(listener.fileno()))

@@ -8,6 +8,7 @@ own. All ranks read the same numbers, so all decide alike: to exchange, or to su
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,11 +26,13 @@ class RoundProgress(NamedTuple):
         steps: made since the last exchange.
         waited: milliseconds since it had made as many as a round has; -1 if it has not.
         asked: 1 if it is in `exchange()`.
+        settings: checksum of what all ranks decide by.
     """
 
     steps: int
     waited: int
     asked: int
+    settings: int
 
 
 class RoundClock:
@@ -48,6 +51,7 @@ class RoundClock:
         self._transport = connection.transport
         self._group = connection.participants.process_set
         self._every, self._deadline, self._device = every, deadline, device
+        self._settings = zlib.crc32(repr((every, float(deadline))).encode())
         self.reconnect()
 
     def restart(self) -> None:
@@ -101,7 +105,8 @@ class RoundClock:
 
     def _submit(self, asked: bool) -> None:
         waited = self._waited()
-        progress = RoundProgress(self._steps, int(1e3 * waited) if waited >= 0 else -1, int(asked))
+        milliseconds = int(1e3 * waited) if waited >= 0 else -1
+        progress = RoundProgress(self._steps, milliseconds, int(asked), self._settings)
         row = torch.tensor(progress, dtype=torch.int64, device=self._device)
         # As many names as there can be collectives at a time: Horovod caches what it knows.
         self._count = (self._count + 1) % 2
@@ -122,5 +127,7 @@ class RoundClock:
         return [RoundProgress(*row) for row in rows.tolist()]
 
     def _is_due(self, every: Sequence[RoundProgress]) -> bool:
+        if len({progress.settings for progress in every}) > 1:
+            return True  # ranks would decide differently; an exchange compares all settings
         complete = all(progress.steps >= self._every for progress in every)
         return complete or max(progress.waited for progress in every) >= 1e3 * self._deadline

@@ -221,3 +221,13 @@ def test_a_rank_that_raises_an_error_ends_alone(tmp_path):
     assert [d[-1]["problem"] for d in failed] == ["ArithmeticError: this rank has failed"]
     ended = trained([d for d in diaries if d not in failed], job.output())
     assert len(ended) == 2 and all(len(d[-1]["lost"]) == 1 for d in ended)
+
+
+def test_a_rank_that_has_finished_is_not_waited_for_while_its_process_lives(tmp_path):
+    job = Job(tmp_path, ranks=3, early=14)
+    job.start(3)
+    diaries = job.end(30.0)
+    (early,) = (d for d in diaries if d[-1]["said"] == "early")
+    assert "train to the end in one call" in early[-1]["problem"]  # the second one
+    ended = trained([d for d in diaries if d is not early], job.output())
+    assert len(ended) == 2 and all(sizes(d) == [3, 2] for d in ended)

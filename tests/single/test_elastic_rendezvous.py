@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from click.testing import CliRunner
 
+from hvd_gradcomp.cli import main
 from hvd_gradcomp.torch import rendezvous
 from hvd_gradcomp.torch.rendezvous import LeaveNotice, Rendezvous, RendezvousError
 
@@ -118,10 +121,35 @@ def test_a_store_that_is_gone(caplog):
     assert "a meeting of the ranks failed: the rendezvous at localhost:" in said
 
 
+def test_no_other_address_than_that_of_the_host_answers():
+    store = rendezvous.serve("127.0.0.1", 0)
+    socket.create_connection(("127.0.0.1", store.port), 5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--host", "192.0.2.1"), "cannot listen on 192.0.2.1, port 29400: "),
+        (("--host", "host.invalid"), "cannot listen on host.invalid, port 29400: "),
+        (("--host", "localhost", "--port"), "cannot listen on localhost, port "),
+        (("--port", "99999"), "99999 is not in the range"),
+    ],
+)
+def test_what_cannot_be_listened_on_is_a_message(arguments, message, store):
+    taken = [str(store.port)] if arguments[-1] == "--port" else []
+    found = CliRunner().invoke(main, ["rendezvous", *arguments, *taken])
+    assert found.exit_code and message in found.output and "Traceback" not in found.output
+
+
 @pytest.mark.parametrize(
     ("how", "message"),
     [
         (("nowhere", "", 1, None, 1.0, 1.0), "takes 'host:port'"),
+        (("localhost:0", "", 1, None, 1.0, 1.0), "takes 'host:port'"),
+        (("localhost:99999", "", 1, None, 1.0, 1.0), "takes 'host:port'"),
+        ((29400, "", 1, None, 1.0, 1.0), "takes 'host:port'"),
         (("localhost:1", "", 0, None, 1.0, 1.0), "min_ranks must be at least 1"),
         (("localhost:1", "", 3, 2, 1.0, 1.0), "max_ranks no less, got 3 and 2"),
         (("localhost:1", "", 1, None, 0.0, 1.0), "patience and timeout are positive"),

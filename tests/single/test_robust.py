@@ -227,6 +227,8 @@ def test_what_is_no_rule_and_what_is_left_of_few_ranks():
         assert world.compressor.resized(world.ops, world.states[0], 1, ranks) is world.states[0]
     with pytest.raises(ValueError, match="leaves nothing of 4 ranks"):
         world.compressor.resized(world.ops, world.states[0], 1, 4)
+    with pytest.raises(ValueError, match=r"around a compressor once, got robust\("):
+        robust(robust(None, "median"), "clip")
     with pytest.raises(TypeError, match="robust needs a compressor or None"):
         robust(partition([("*", None)]))
 

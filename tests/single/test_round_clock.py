@@ -11,8 +11,10 @@ import torch
 
 from hvd_gradcomp import ChunkedTopKCompressor, NoneCompressor
 from hvd_gradcomp.algorithms.local_steps import LocalSchedule, OuterSGD
+from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
+from hvd_gradcomp.torch.step_sync import OutOfStepError
 from tests.thread_ranks import run
 
 SIZE = 96
@@ -150,6 +152,23 @@ def test_exchange_waits_for_ranks_that_are_still_in_their_steps():
     assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize(
+    ("every", "deadline"), [([3, 50], [0.02, 0.02]), ([3, 3], [0.02, 50.0]), ([9, 9], [50.0, 0.02])]
+)
+def test_another_every_or_deadline_is_an_error_on_all(every, deadline):
+    """Each rank would decide by its own when to exchange, and wait for those that do not."""
+
+    def work(rank):
+        at = rank.rank
+        parameter, optimizer = optimizer_of(rank, deadline[at], every=every[at])
+        while optimizer.rounds < 1:
+            time.sleep(0.01)
+            step(parameter, optimizer, numbers(at, optimizer.steps_made))
+
+    for error in run(2, work):
+        assert isinstance(error, MismatchError) and "every=" in str(error)
+
+
 def test_first_steps_are_averaged_one_by_one_and_rounds_begin_after_them():
     def work(rank):
         parameter, optimizer = optimizer_of(rank, 1.0, every=2, warmup=3)
@@ -186,6 +205,40 @@ def test_a_saved_state_goes_on_from_where_it_was():
 
     mine, theirs = results_of(2, work)
     assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_state_of_mid_round_is_loaded_after_other_steps_on_each_rank(at_once):
+    """A rank may be in `exchange()` at once, while the other one steps."""
+
+    def work(rank):
+        parameter, optimizer = optimizer_of(rank, 0.1, every=3)
+        while optimizer.rounds < 2:
+            step(parameter, optimizer, numbers(rank.rank, optimizer.steps_made))
+        for number in range(rank.rank):
+            step(parameter, optimizer, numbers(rank.rank, number))
+        optimizer.load_state_dict(optimizer.state_dict())
+        while optimizer.rounds < 4 and not (at_once and rank.rank):
+            step(parameter, optimizer, numbers(rank.rank, optimizer.steps_made))
+        optimizer.exchange()
+        return parameter.detach().clone()
+
+    mine, theirs = results_of(2, work)
+    assert torch.equal(mine, theirs)
+
+
+def test_states_after_other_rounds_are_an_error_on_all():
+    def work(rank):
+        parameter, optimizer = optimizer_of(rank, 1.0, every=3)
+        kept = optimizer.state_dict()
+        while optimizer.rounds < 1:
+            step(parameter, optimizer, numbers(rank.rank, 0))
+        optimizer.exchange()
+        optimizer.load_state_dict(kept if rank.rank else optimizer.state_dict())
+        step(parameter, optimizer, numbers(rank.rank, 0))
+
+    for error in run(2, work):
+        assert isinstance(error, OutOfStepError) and "load the same checkpoint" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -231,3 +284,16 @@ def test_a_deadline_and_ranks_that_come_and_go_exclude_each_other():
     optimizer = ddp.LocalSteps(sgd, model.named_parameters(), 3, deadline=1.0)
     with pytest.raises(ValueError, match="make LocalSteps without it"):
         ddp.ElasticState(model, optimizer)
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("name", ["group", "lost", "sync", "model_"])
+def test_objects_of_ranks_that_come_and_go_hide_nothing(name):
+    model = torch.nn.Linear(3, 2)
+    sgd = torch.optim.SGD(model.parameters(), 1.0)
+    optimizer = ddp.LocalSteps(sgd, model.named_parameters(), 3)
+    if name == "model_":
+        assert ddp.ElasticState(model, optimizer, model_=5).model_ == 5
+        return
+    with pytest.raises(ValueError, match=f"has a '{name}' itself: give yours another name"):
+        ddp.ElasticState(model, optimizer, **{name: 5})

@@ -20,7 +20,9 @@ from hvd_gradcomp.runtime.program_runner import TrafficCounter
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 
 VERIFY = -1  # said in the place of a step
-_CLOSED = "the connections were closed after an error of this rank"
+_CLOSED = (
+    "the connections were closed after an error of this rank, or what ddp.Elastic has run has ended"
+)
 _open: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 
 

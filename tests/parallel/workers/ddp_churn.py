@@ -104,6 +104,7 @@ def main(folder: str, endpoint: str, text: str) -> None:
     if plan.get("polite"):
         signal.signal(signal.SIGTERM, lambda *_: elastic.leave())
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 2))
+    model[2].bias.requires_grad_(False)  # differs as well at first, and is in the inner optimizer
     inner = torch.optim.Adam(model.parameters(), lr=0.01)
     optimizer = ddp.LocalSteps(
         inner,
@@ -155,6 +156,8 @@ def main(folder: str, endpoint: str, text: str) -> None:
             at = optimizer.steps_made
             if plan.get("raises") == at and dist.get_rank() == 1:
                 raise ArithmeticError("this rank has failed")
+            if plan.get("early") == at and dist.get_rank() == 1:
+                return "early"
             time.sleep(pause)
             x, y = batch_of(at, dist.get_rank())
             optimizer.zero_grad()
@@ -169,8 +172,14 @@ def main(folder: str, endpoint: str, text: str) -> None:
     said, problem = None, None
     try:
         said = train(state)
+        if said == "early":
+            until = time.monotonic() + 40
+            while len([*Path(folder).glob("ended-*")]) < 2 and time.monotonic() < until:
+                time.sleep(0.05)
+            train(state)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
+    Path(folder, f"ended-{plan['id']}").touch()
     x, y = batch_of(-1, -1)
     noted(
         "end",
