@@ -19,7 +19,7 @@ _SLACK = 15  # for what comes before the mistake, and for a machine that is busy
 # After these Horovod still has requests, or takes none: the next case needs other processes.
 ENDS = (
     "HorovodInternalError",
-    "waits for gradcomp.checkpoint",
+    "gradcomp.checkpoint.sz",
     "saves or loads a checkpoint",
     "same name",
     "a loss scaler",
