@@ -106,6 +106,15 @@ cat /run/hosts/sshd.log >&2
 exit 1
 """
 
+# A signal is sent before it is obeyed: one more finds nobody when all have ended. It does not reach
+# the first process, nor the shell that sends it; each shell waits 30 s at most.
+SWEEP = """
+for wait in $(seq 3000); do
+    kill -KILL -1 || exit 0
+    sleep 0.01
+done
+"""
+
 
 class HostsError(RuntimeError):
     """Hosts cannot be made here; the message says why."""
@@ -162,6 +171,7 @@ class Hosts:
             raise ValueError(f"1 to 250 hosts, not {count}")
         self.names = [f"host{place + 1}" for place in range(count)]
         self.rate = rate
+        self._sweeping = threading.Lock()
 
     def __enter__(self) -> Hosts:
         reason = refusal()
@@ -345,8 +355,12 @@ class Hosts:
         return output
 
     def _sweep(self) -> None:
-        """Kills every process of the rig but the first: sshds, and ranks that have lost theirs."""
-        subprocess.run(self._inside("sh", "-c", "kill -KILL -1"), capture_output=True)
+        """Kills every process of the rig but the first: sshds, and ranks that have lost theirs.
+
+        Returns when all of them have ended.
+        """
+        with self._sweeping:  # one would kill the other
+            subprocess.run(self._inside("sh", "-c", SWEEP), capture_output=True)
 
 
 if __name__ == "__main__":

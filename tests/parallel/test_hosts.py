@@ -40,6 +40,18 @@ def traces(mark: str) -> list[str]:
     return found
 
 
+def named(name: str) -> list[Path]:
+    """Processes of a name, those that are ending too."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "comm").read_text().strip() == name:
+                found.append(folder)
+        except OSError:  # it has ended meanwhile
+            continue
+    return found
+
+
 def surroundings() -> list[str]:
     """What a rig might have changed outside: links, and names in these folders."""
     folders = [Path(name) for name in ("/run/netns", "/etc/netns", "~/.ssh", "/etc/ssh")]
@@ -83,6 +95,30 @@ def test_trains_over_ssh_and_ends_with_what_fails(tmp_path, mark):
             hosts.run(["ssh", "host2", NAP], env=os.environ, timeout=1)
         assert time.monotonic() - start < 20
         assert hosts.run(["ssh", "host2", "hostname"], env=os.environ, timeout=60) == "host2\n"
+
+
+def test_returns_when_all_it_started_has_ended(tmp_path, mark):
+    # The kernel takes its time to end a process that holds much memory.
+    name = f"hog.{os.getpid()}"
+    hog = f"""
+import pathlib, time
+pathlib.Path("/proc/self/comm").write_text("{name}")
+held = bytearray(b"1") * 10**9
+print("ready", flush=True)
+time.sleep(1000)
+"""
+    job = [
+        "bash",
+        "-c",
+        'read line < <(exec "$0" -c "$1" 2>/dev/null); exit 3',
+        sys.executable,
+        hog,
+    ]
+    with Hosts(1) as hosts:
+        for _ in range(3):
+            with pytest.raises(JobError, match="exit status 3"):
+                hosts.run(job, env=os.environ, timeout=60)
+            assert not named(name)
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT"])
