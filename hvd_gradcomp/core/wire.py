@@ -194,7 +194,7 @@ def unpack(
     arguments = *_expecting(expected, buffers), tuple(_FIELDS), poisoned, spec
     words, intact, needed, weights = ops.validate_headers(*arguments)
     checks = {"intact": intact, "needed": needed, "weights": weights}
-    header = expected._replace(sent=words[:, 4], wanted=words[:, 5], **checks)
+    header = expected._replace(sent=words[4], wanted=words[5], **checks)
     return header, bodies_of(buffers)
 
 
@@ -204,7 +204,7 @@ def examine(ops: Ops, expected: Header, buffers: Tensor) -> tuple[Tensor, Tensor
     intact = matches[0]
     for match in matches[1:]:
         intact = intact & match
-    return intact, words[:, 6] == 0
+    return intact, words[6] == 0
 
 
 def bodies_of(buffers: Tensor) -> Tensor:

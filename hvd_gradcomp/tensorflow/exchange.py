@@ -233,6 +233,9 @@ class ExchangeTracer:
         with tf.control_dependencies([finite, *checks, *totals]):
             for each in buckets:
                 self._end_bucket(each, finite, dense, reduced)
+            if self._planner.previous is not None:
+                states = [value for each in buckets for _, value in leaves(each.before)]
+                self._planner.previous.assign(states)
             self._rows.end_step(finite)
             self._counters.end_step(finite)
         if self.undoes:
@@ -329,8 +332,6 @@ class ExchangeTracer:
             state = _where(traced.trained, state, traced.before)
         for variable, (_, value) in zip(bucket.variables, leaves(state)):
             variable.assign(tf.where(finite, value, variable) if self.undoes else value)
-        for variable, (_, value) in zip(bucket.previous, leaves(traced.before)):
-            variable.assign(value)  # no copy: a buffer that is read is not written to
         if isinstance(total, tf.IndexedSlices):
             reduced[bucket.places[0]] = total
             return

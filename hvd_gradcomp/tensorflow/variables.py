@@ -13,7 +13,9 @@ _own: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionar
 _apart: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
 
 
-def new_variable(name: str, value: Any, dtype: Any = None, device: str = "") -> tf.Variable:
+def new_variable(
+    name: str, value: Any, dtype: Any = None, device: str = "", shape: Any = None
+) -> tf.Variable:
     """Create a variable that belongs to nobody's checkpoint.
 
     It is created outside of any trace: a `tf.function` that creates one is traced a second time.
@@ -21,7 +23,7 @@ def new_variable(name: str, value: Any, dtype: Any = None, device: str = "") -> 
 
     def create() -> tf.Variable:
         with tf.device(device or None):
-            return tf.Variable(value, trainable=False, name=name, dtype=dtype)
+            return tf.Variable(value, trainable=False, name=name, dtype=dtype, shape=shape)
 
     with ThreadPoolExecutor(1) as elsewhere:
         return elsewhere.submit(create).result()

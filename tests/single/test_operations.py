@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -584,6 +585,63 @@ def test_pieces_that_do_not_fit_raise(changed):
         native.flatten([x[:60]], size=64, **how)
     with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
         native.cut(x, count=1, shapes=[(10, 6)], **how)
+
+
+def histogram_by(lengths, ints, at, computed) -> tf.Tensor:
+    """[bins, 1], of five values in one layer, which is a band of three integers; then the bins."""
+    return library().gradcomp(
+        inputs=[tf.constant([0.5, 2, 2, 8, 100])],
+        computed=[tf.constant(some, tf.int64) for some in computed],
+        kernel="layer_histograms",
+        lengths=lengths,
+        ints=ints,
+        at=at,
+        floats=[],
+        Tout=[tf.int64],
+        shapes=[None],
+    )[0]
+
+
+@built
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"lengths": [3]},
+        {"lengths": [5, -1]},
+        {"lengths": [1 << 62, -1]},
+        {"lengths": [-1, -1]},
+        {"lengths": [-1, 3]},
+        {"lengths": [4, -1]},
+        {"at": [4]},
+        {"at": [-1]},
+        {"at": [0]},
+        {"computed": [[7]]},
+        {"at": [0, 1], "computed": [[7]]},
+        {"at": [0], "computed": [[7, 7]]},
+    ],
+    ids=repr,
+)
+def test_integers_in_other_places_than_a_kernel_takes_them_raise(changed):
+    known = {"lengths": [3, -1], "ints": [0, 1, 5, 40], "at": [], "computed": []}
+    assert int(tf.reduce_sum(histogram_by(**known))) == 5
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        histogram_by(**{**known, **changed})
+
+
+@built
+def test_integers_are_the_same_known_or_computed():
+    native = TensorFlowOps().native
+
+    def histogram(band, bins):
+        given_ = band, tf.constant([0.5, 2, 2, 8, 100])
+        return native("layer_histograms", given_, [(tf.int64, (None, 1))], (bins,))[0]
+
+    expected = histogram([0, 1, 5], 40)
+    for band in ([0, 1, 5], [tf.constant(0), 1, tf.constant(5, tf.int64)]):
+        for bins in (40, tf.constant(40)):
+            for wrap in (lambda x: x, partial(tf.function, autograph=False)):
+                found = wrap(partial(histogram, band, bins))()
+                assert found.numpy().tolist() == expected.numpy().tolist()
 
 
 # -- where they are not built ------------------------------------------------------------------

@@ -55,11 +55,18 @@ void SetShapes(InferenceContext *c) {
   }
 }
 
+// `ints` are the vectors among what the kernel takes, then its integer arguments. `lengths` has a
+// number for each thing that the kernel takes: the length of a vector, or -1 for one of `inputs`.
+// Integers that a graph computes are in `computed`, and stand in the places `at`, in order.
 REGISTER_OP("Gradcomp")
     .Input("inputs: Tin")
-    .Input("ints: int64")
+    .Input("computed: count * int64")
     .Output("outputs: Tout")
     .Attr("kernel: string")
+    .Attr("lengths: list(int)")
+    .Attr("ints: list(int)")
+    .Attr("at: list(int)")
+    .Attr("count: int >= 0")
     .Attr("floats: list(float)")
     .Attr("Tin: list({uint8, int64, float}) >= 0")
     .Attr("Tout: list({uint8, int64, float, bool}) >= 1")
@@ -103,24 +110,57 @@ class Gradcomp : public OpKernel {
     std::vector<float> floats;
     OP_REQUIRES_OK(c, c->GetAttr("kernel", &name_));
     OP_REQUIRES_OK(c, c->GetAttr("floats", &floats));
+    OP_REQUIRES_OK(c, c->GetAttr("lengths", &lengths_));
+    OP_REQUIRES_OK(c, c->GetAttr("ints", &ints_));
+    OP_REQUIRES_OK(c, c->GetAttr("at", &at_));
+    OP_REQUIRES_OK(c, c->GetAttr("count", &computed_));
+    int64_t all = static_cast<int64_t>(ints_.size()), vectors = 0, tensors = 0;
+    for (int64_t place : at_)
+      OP_REQUIRES(c, 0 <= place && place < all, InvalidArgument("there is no integer ", place));
+    for (int64_t length : lengths_) {
+      tensors += length < 0;
+      OP_REQUIRES(c, length <= all - vectors, InvalidArgument("vectors of more integers"));
+      vectors += length < 0 ? 0 : length;
+    }
+    OP_REQUIRES(c, tensors == c->num_inputs() - computed_, InvalidArgument("other inputs"));
     floats_.assign(floats.begin(), floats.end());
     number_ = kernel_number(name_.c_str());
     OP_REQUIRES(c, number_ >= 0, InvalidArgument("there is no kernel ", name_));
   }
 
   void Compute(OpKernelContext *c) override {
-    size_t n_in = c->num_inputs() - 1, n_out = c->num_outputs();
+    size_t n_in = lengths_.size(), n_out = c->num_outputs();
     std::vector<buffer> in(n_in), out(n_out);
     std::vector<Tensor> copies(n_in);
-    for (size_t i = 0; i < n_in; i++) OP_REQUIRES_OK(c, Read(c, i, &in[i], &copies[i]));
-    const Tensor &ints = c->input(n_in);
+    std::vector<int64_t> ints = ints_;
+    std::vector<int> input(n_in, -1);  // which of this operation's
+    size_t filled = 0;
+    for (int i = c->num_inputs() - computed_; i < c->num_inputs(); i++) {
+      auto values = c->input(i).flat<int64_t>();
+      for (int64_t k = 0; k < values.size(); k++) {
+        OP_REQUIRES(c, filled < at_.size(), InvalidArgument("too many integers"));
+        ints[at_[filled++]] = values(k);
+      }
+    }
+    OP_REQUIRES(c, filled == at_.size(), InvalidArgument("too few integers"));
+    int64_t *next = ints.data();
+    for (size_t i = 0, tensor = 0; i < n_in; i++) {
+      int64_t length = lengths_[i];
+      if (length < 0) {
+        input[i] = static_cast<int>(tensor++);
+        OP_REQUIRES_OK(c, Read(c, input[i], &in[i], &copies[i]));
+      } else {
+        in[i] = {next, INT64, 1, 1, length, 8 * length, -1};
+        next += length;
+      }
+    }
     call now = {in.data(),
                 out.data(),
-                ints.flat<int64_t>().data(),
+                next,
                 floats_.data(),
                 static_cast<int64_t>(n_in),
                 static_cast<int64_t>(n_out),
-                ints.NumElements(),
+                ints.data() + ints.size() - next,
                 static_cast<int64_t>(floats_.size()),
                 nullptr,
                 0,
@@ -132,7 +172,8 @@ class Gradcomp : public OpKernel {
                   InvalidArgument(name_, ": output ", i, " has another type"));
       Tensor *result = nullptr;
       if (x.like >= 0) {
-        int from = static_cast<int>(x.like);
+        int from = input[x.like];
+        OP_REQUIRES(c, from >= 0, InvalidArgument(name_, ": output ", i, " is like a vector"));
         OP_REQUIRES_OK(c, c->forward_input_or_allocate_output({from}, static_cast<int>(i),
                                                               c->input(from).shape(), &result));
       } else {
@@ -177,7 +218,8 @@ class Gradcomp : public OpKernel {
 
   std::string name_;
   std::vector<double> floats_;
-  int number_ = -1;
+  std::vector<int64_t> lengths_, ints_, at_;
+  int number_ = -1, computed_ = 0;
 };
 
 constexpr int64_t CACHED = 1 << 18;  // elements that are written past the caches if there are more

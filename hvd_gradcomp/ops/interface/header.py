@@ -58,13 +58,13 @@ class CheckedFrames(NamedTuple):
     """Content of frames that `Headers.validate_headers` has checked.
 
     Attributes:
-        words: int64 [rows, count].
+        words: int64 [rows], for each word of a frame.
         intact: result of `Ops.require` for all facts together.
         needed: the most elements that a rank wanted, on the host; None if not read.
         weights: of each row, float32 [rows]; None if `weigh` computes them.
     """
 
-    words: Tensor
+    words: Sequence[Tensor]
     intact: Any
     needed: Any = None
     weights: Tensor | None = None
@@ -89,8 +89,12 @@ class Headers(BitPacking, Matrices, HostControl):
 
     def head_words(self, values: Sequence[Any], finite: Any) -> Tensor:
         """Return the words of a frame."""
+        return self.words(self.listed_words(values, finite))
+
+    def listed_words(self, values: Sequence[Any], finite: Any) -> list[Any]:
+        """Return the words of a frame, each by itself."""
         poisoned = int(not finite) if isinstance(finite, bool) else 1 - self.cast(finite, "int64")
-        return self.words((*values, poisoned))
+        return [*values, poisoned]
 
     def framed(self, words: Tensor, body: Tensor) -> Tensor:
         """Build a frame from int64 words and a body."""
@@ -103,7 +107,7 @@ class Headers(BitPacking, Matrices, HostControl):
 
     def examine(
         self, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Sequence[Tensor], list[Tensor]]:
         """Read frames and compare their fields with the expected numbers.
 
         Args:
@@ -113,7 +117,7 @@ class Headers(BitPacking, Matrices, HostControl):
             expected: the numbers, each an integer or a scalar.
 
         Returns:
-            The words, int64 [rows, count]. And bool [rows], whether the checksum matches, and then
+            The words, int64 [rows] each. And bool [rows], whether the checksum matches, and then
             for each field, whether its number is as expected.
         """
         front = self.from_bytes(frames[:, : 4 * (count + 1)], "uint32")
@@ -121,7 +125,11 @@ class Headers(BitPacking, Matrices, HostControl):
         held = [front[:, count] == self.checksum(words, frames[:, 4 * (count + 1) :])]
         for i, (word, low, bits) in enumerate(fields):
             held.append(words[:, word] // (1 << low) % (1 << bits) == numbers[i])
-        return words, held
+        return self.columns(words, count), held
+
+    def columns(self, x: Tensor, count: int) -> Sequence[Tensor]:
+        """Return the columns of a matrix that has so many."""
+        return [x[:, i] for i in range(count)]
 
     def validate_headers(
         self,
@@ -143,7 +151,7 @@ class Headers(BitPacking, Matrices, HostControl):
         """
         words, held = self.examine(frames, count, fields, expected)
         intact = self.require(dict(zip(messages, held)))
-        facts = [(poisoned, words[:, count - 1] == 0)]
+        facts = [(poisoned, words[count - 1] == 0)]
         if spec.vectors:
             sides = self._sides(frames[:, 4 * (count + 1) :], spec)
             fits = self.summable(sides, spec.weight, spec.limit)
@@ -155,8 +163,7 @@ class Headers(BitPacking, Matrices, HostControl):
 
     def weigh(self, weight: float, intact: Tensor) -> Tensor:
         """Return the weight where a rank's payload is intact, else 0; float32 [world]."""
-        weights = self.full((intact.shape[0],), weight, "float32")
-        return weights * self.cast(intact, "float32")
+        return self.cast(intact, "float32") * weight
 
     def checked_sides(self, sides: Sequence[Tensor], finite: Any) -> tuple[Sequence[Tensor], Any]:
         """Return side values, and whether 4 times these are finite and `finite` holds.

@@ -33,16 +33,22 @@ class Kernels:
 
         Args:
             name: in the table of `c/calls.c`, which says what the kernel takes and gives.
-            inputs: tensors, or lists of integers.
+            inputs: tensors, or lists of integers, of which some may be scalar tensors.
             outputs: their dtypes, and shapes as far as they are known.
             ints, floats: further arguments; an integer may be a scalar tensor.
         """
         dtypes, shapes = zip(*outputs)
+        lengths = [len(x) if isinstance(x, (list, tuple)) else -1 for x in inputs]
+        vectors = [x for x, length in zip(inputs, lengths) if length >= 0]
+        known, at, computed = _split([number for some in (*vectors, ints) for number in some])
         return list(
             self._run(
-                inputs=[x if isinstance(x, tf.Tensor) else integers(x) for x in inputs],
-                ints=integers(ints),
+                inputs=[tf.convert_to_tensor(x) for x, n in zip(inputs, lengths) if n < 0],
+                computed=computed,
                 kernel=name,
+                lengths=lengths,
+                ints=known,
+                at=at,
                 floats=[float(number) for number in floats],
                 Tout=dtypes,
                 shapes=[tf.TensorShape(shape) for shape in shapes],
@@ -50,15 +56,26 @@ class Kernels:
         )
 
 
+def _split(ints: Sequence[Any]) -> tuple[list[int], list[int], list[Tensor]]:
+    """Split integers into the known ones, 0 for others, the places of these, and these.
+
+    In a graph a known integer costs no node. An eager run passes all as one tensor, for TensorFlow
+    keeps a kernel for each combination of attributes.
+    """
+    if tf.executing_eagerly():
+        return [0] * len(ints), list(range(len(ints))), [integers(ints)] if ints else []
+    at = [place for place, value in enumerate(ints) if not isinstance(value, int)]
+    known = [int(value) if isinstance(value, int) else 0 for value in ints]
+    return known, at, [tf.cast(ints[place], tf.int64) for place in at]
+
+
 def integer(value: Any) -> Tensor:
     """Convert to int64; a Python integer becomes one node of a graph."""
     return tf.constant(value, tf.int64) if isinstance(value, int) else tf.cast(value, tf.int64)
 
 
-def integers(values: Any) -> Tensor:
-    """Convert integers, tensors among them, to int64; `tf.Variable` and arrays too."""
-    if not isinstance(values, (list, tuple)):
-        return tf.convert_to_tensor(values)
+def integers(values: Sequence[Any]) -> Tensor:
+    """Convert integers, tensors among them, to int64."""
     if all(isinstance(value, int) for value in values):
         return tf.constant([int(value) for value in values], tf.int64)
     return tf.stack([integer(value) for value in values])

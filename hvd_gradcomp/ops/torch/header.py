@@ -45,7 +45,7 @@ class Headers(Base):
 
     def examine(
         self, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Sequence[Tensor], list[Tensor]]:
         if self.native is None:
             return super().examine(frames, count, fields, expected)
         frames = walkable(frames)
@@ -55,7 +55,7 @@ class Headers(Base):
         held = self._empty(len(fields) + 1, frames.shape[0], dtype=torch.bool)
         given = frames, _numbers(tuple(fields)), array("q", map(int, expected))
         self.native("examine", given, (words, held), (count,))
-        return words, list(held)
+        return words.unbind(1), list(held)
 
     def headed(self, head: Tensor, body: Tensor) -> Tensor:
         whole = self.before(body, len(head))
@@ -85,7 +85,7 @@ class Headers(Base):
             for (message, error), fact in zip((*errors, (BEYOND, PayloadError)), held)
         ]
         self.require_async(facts)
-        return CheckedFrames(words, None if self.on_host else intact, needed, weights)
+        return CheckedFrames(words.unbind(1), None if self.on_host else intact, needed, weights)
 
     def weigh(self, weight: float, intact: Tensor) -> Tensor:
         return torch.mul(intact, weight, out=self._empty(intact.shape))
