@@ -229,8 +229,8 @@ class OkTopKCompressor(Clipping, Compressor):
     def allgather(self, ops: Ops, context: Context, chosen: Chosen, state: OkTopKState) -> Program:
         """Gather the elements of all ranks, and add them up in their order."""
         layout, k = context.layout, self.count(context.layout)
-        (parts,), sent = self.encode(ops, layout, _row(ops, chosen.elements), ops.words((k,)))
-        _, found = yield from self.gathered(ops, context, k, parts, chosen.finite)
+        payload, sent = self.encode(ops, layout, _row(ops, chosen.elements), ops.words((k,)))
+        _, found = yield from self.gathered(ops, context, k, payload, chosen.finite)
         room, state = self.commit(ops, context, chosen, state, _flat(ops, sent))
         total = ops.clear(room)
         for rank in range(context.size):
@@ -242,25 +242,23 @@ class OkTopKCompressor(Clipping, Compressor):
         layout, ranks, room = context.layout, context.size, self.room(context.layout, context.size)
         cuts = self.cuts(ops, state.knots, ranks)
         rows, load = self.split(ops, context, cuts, chosen.elements)
-        payloads, sent = self.encode(ops, layout, rows, load)
-        parts = self.parts(layout, room)
-        bodies = [wire.pack_pieces(ops, parts, payload) for payload in payloads]
+        payload, sent = self.encode(ops, layout, rows, load)
+        bodies = wire.pack_rows(ops, self.parts(layout, room), payload)
         plain = context._replace(prescale=1.0, postscale=1.0)
         header = patterns.header_of(self, context, chosen.finite)
         buffers = yield Alltoall(wire.pack_all(ops, header, bodies))
         expected, spec = patterns.header_of(self, context), patterns.reduction_spec(plain, {})
         header, received = wire.unpack(ops, expected, buffers, spec)
         loads, found = self.decode(ops, layout, received, room)
-        summed = self.summed(
-            ops, layout, _weighted(ops, found, patterns.weights_of(ops, plain, header))
-        )
+        found = _weighted(ops, found, patterns.weights_of(ops, plain, header))
+        summed = Found(*ops.merge_rows(*found, layout.sink))
 
         finite, total = patterns.check_storable(ops, summed.values)
         none = ops.words((layout.sink,)), ops.zeros((1,))
         summed = Found(*(ops.concat(pair) for pair in zip((summed.index, total), none)))
         place = self.largest_of(ops, summed, room)
         again = _row(ops, Found(*(ops.gather(x, place) for x in summed)))
-        (payload,), sums = self.encode(ops, layout, again, ops.sum(loads, 0))
+        payload, sums = self.encode(ops, layout, again, ops.sum(loads, 0))
         loads, found = yield from self.gathered(ops, context, room, payload, finite)
         left = ops.add_at(summed.values, place, 0.0 - _flat(ops, sums).values)
         left_index = ops.where(left != 0, summed.index, layout.sink)
@@ -278,10 +276,10 @@ class OkTopKCompressor(Clipping, Compressor):
         return total, state._replace(r=ops.clear(state.r), sent=sent)
 
     def gathered(
-        self, ops: Ops, context: Context, count: int, parts: Mapping[str, Tensor], finite: Any
+        self, ops: Ops, context: Context, count: int, payload: Mapping[str, Tensor], finite: Any
     ) -> Any:
         """Allgather bodies of so many elements; return the loads, and weighted elements."""
-        body = wire.pack_pieces(ops, self.parts(context.layout, count), parts)
+        (body,) = wire.pack_rows(ops, self.parts(context.layout, count), payload)
         header = patterns.header_of(self, context, finite)
         buffers = yield Allgather(wire.pack(ops, header, *body))
         expected, spec = patterns.header_of(self, context), patterns.reduction_spec(context, {})
@@ -315,28 +313,26 @@ class OkTopKCompressor(Clipping, Compressor):
 
     def encode(
         self, ops: Ops, layout: Layout, found: Found, load: Tensor
-    ) -> tuple[list[dict[str, Tensor]], Found]:
-        """Return the parts of each message's body, and the elements as they are decoded."""
+    ) -> tuple[dict[str, Tensor], Found]:
+        """Return the parts of bodies, a row for each message, and the elements as decoded."""
         (messages, count), real = found.index.shape, found.index < layout.sink
-        places, counted = self.places(layout, count), ops.cast(real, "int64")
-        payloads, decoded = [], []
+        places = self.places(layout, count).encode_apart(ops, found.index)
+        counted, coded, decoded = ops.cast(real, "int64"), [], []
         for row in range(messages):
-            coded = self.coding.encode(ops, found.values[row], counted[row])
-            code = places.encode(ops, found.index[row : row + 1])
-            payloads.append({"load": load[row : row + 1], **code, **coded})
-            decoded.append(self.coding.decode(ops, coded, count))
-        return payloads, Found(found.index, ops.where(real, ops.stack(decoded), 0.0))
+            coded.append(self.coding.encode(ops, found.values[row], counted[row]))
+            decoded.append(self.coding.decode(ops, coded[row], count))
+        values = {name: ops.stack([code[name] for code in coded]) for name in coded[0]}
+        payload = {"load": ops.reshape(load, (-1, 1)), **places, **values}
+        return payload, Found(found.index, ops.where(real, ops.stack(decoded), 0.0))
 
     def decode(self, ops: Ops, layout: Layout, bodies: Tensor, count: int) -> tuple[Tensor, Found]:
         """Return the loads, int64 [ranks, 1], and the elements of each rank."""
         payload = wire.unpack_body(ops, self.parts(layout, count), bodies)
-        places = self.places(layout, count)
-        rows, values = [], []
-        for rank in range(bodies.shape[0]):
-            mine = {name: part[rank] for name, part in payload.items()}
-            rows.append(ops.reshape(places.decode(ops, mine), (-1,)))
-            values.append(self.coding.decode(ops, mine, count))
-        index = ops.stack(rows)
+        index = self.places(layout, count).decode(ops, payload)
+        values = [
+            self.coding.decode(ops, {name: part[rank] for name, part in payload.items()}, count)
+            for rank in range(bodies.shape[0])
+        ]
         return payload["load"], Found(index, ops.where(index < layout.sink, ops.stack(values), 0.0))
 
     # -- regions -----------------------------------------------------------------------------
@@ -364,22 +360,6 @@ class OkTopKCompressor(Clipping, Compressor):
         index = ops.gather(ops.concat((elements.index, ops.words((layout.sink,)))), place)
         values = ops.gather(ops.concat((elements.values, ops.zeros((1,)))), place)
         return Found(*(ops.reshape(x, (ranks, room)) for x in (index, values))), load
-
-    def summed(self, ops: Ops, layout: Layout, found: Found) -> Found:
-        """Add up elements in the order of ranks; each place occurs once, and sinks follow."""
-        ranks, room = found.index.shape
-        every, count = ops.reshape(found.index, (-1,)), ranks * room
-        bits = (count - 1).bit_length()
-        keys = ops.sort(every * 2**bits + ops.arange(count))
-        index, slot = ops.split_bits(keys, bits)
-        new = ops.cast(index[1:] != index[:-1], "int64")
-        place = ops.concat((ops.words((0,)), ops.cumsum(new)))  # in the result, of each key
-        places = ops.put(ops.full((count,), 0), slot, place)
-        total = ops.zeros((count,))
-        for rank in range(ranks):
-            own = places[rank * room : (rank + 1) * room]
-            total = ops.add_at(total, own, found.values[rank])
-        return Found(ops.put(ops.full((count,), layout.sink), place, index), total)
 
     def largest_of(self, ops: Ops, summed: Found, room: int) -> Tensor:
         """Return the places of the largest sums, ascending; the last one stands for none."""
