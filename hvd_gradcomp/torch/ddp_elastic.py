@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import re
 import time
 import zlib
 from collections.abc import Callable
@@ -47,6 +48,7 @@ from hvd_gradcomp.torch.rendezvous import Generation, LeaveNotice, Rendezvous, R
 from hvd_gradcomp.torch.wrapped_optimizer import KEPT
 
 LOGGER = logging.getLogger("hvd_gradcomp")
+_OF_GLOO = re.compile(r"gloo/\S+\.(cc|h):\d+")  # gloo says where in its source it has failed
 _FAILURES = 8  # meetings in a row that may fail as a rank is lost in them
 _CONNECTING = 10.0  # seconds, at least, that ranks wait for each other's addresses
 
@@ -544,7 +546,7 @@ class Elastic:
         if isinstance(error, RendezvousError):
             return False
         ours = state.group.failed or not self._connected
-        return ours or isinstance(error, dist.DistError) or "gloo" in str(error)
+        return ours or isinstance(error, dist.DistError) or _OF_GLOO.search(str(error)) is not None
 
     def _meet(self, state: ElasticState) -> None:
         """Connect the ranks of the next generation, and bring them to one state."""

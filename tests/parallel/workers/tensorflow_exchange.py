@@ -22,6 +22,11 @@ from hvd_gradcomp.testing import World
 from tests.parallel.workers.results import digest, errors_of, finish, write
 
 STROM = hvd.StromCompressor(tau=0.05)
+GRAPHS = (
+    STROM,
+    hvd.DGCCompressor(density=0.01, momentum=0.9),
+    hvd.QSGDCompressor(bits=4, exchange="two_shot"),
+)
 
 
 def dense_model():
@@ -448,6 +453,25 @@ KERNELS = {
 }
 
 
+def nodes_of_a_bucket(compressor):
+    """Nodes that one bucket more adds to a step's graph; each lengthens the first step."""
+
+    def nodes(buckets):
+        variables = [tf.Variable(tf.zeros((1 << 20,)), name=f"layer{i}") for i in range(buckets)]
+
+        def reduced():
+            with tf.GradientTape() as tape:
+                value = tf.add_n([tf.reduce_sum(v * v) for v in variables])
+            tape = hvd.DistributedGradientTape(tape, compression=compressor)
+            return tape.gradient(value, variables)
+
+        graph = tf.function(reduced, autograph=False).get_concrete_function().graph
+        assert len(reducer_of(variables).buckets) == buckets
+        return len(graph.get_operations())
+
+    return nodes(3) - nodes(2)
+
+
 def as_pytorch_has_it(name, x):
     """Outputs first, but for a table of embeddings."""
     axes = (x.ndim - 1, x.ndim - 2, *range(x.ndim - 2)) if "/kernel" in name else range(x.ndim)
@@ -618,6 +642,7 @@ def main(folder: str) -> None:
         "damaged payload, graph": damaged_payload(True),
         "sparse gradients": sparse_gradients(),
         "outputs first": [outputs_first(exchange) for exchange in ("allgather", "two_shot")],
+        "nodes": [nodes_of_a_bucket(compressor) for compressor in GRAPHS],
         "process sets": process_sets(),
         "saving": saving(folder),
         "embeddings": embeddings(),
