@@ -30,7 +30,9 @@ def test_exchange(tmp_path, monkeypatch):
     assert found["translated"] == []
     ours, stock, *_ = found["sparse gradients"]
     assert ours == stock
-    assert all(nodes <= most for nodes, most in zip(found["nodes"], (130, 165, 265))), found["nodes"]
+    assert all(nodes <= most for nodes, most in zip(found["nodes"], (130, 165, 265))), found[
+        "nodes"
+    ]
     for each in (first, second):
         says(each["errors"], DISCARDED)
 
