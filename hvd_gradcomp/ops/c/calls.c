@@ -135,9 +135,9 @@ static int plan_merge_rows(call *c) {
   TRY(takes(c, 2, 1, 0));
   TRY(is(c, 0, INT64, 2, ANY, ANY));
   TRY(is(c, 1, FLOAT, 2, c->in[0].rows, c->in[0].length));
-  int64_t count = ITEMS(c->in[0]);
-  NEED(0 <= *c->ints && *c->ints < (int64_t)1 << 36 && count < (int64_t)1 << 26,
-       "places and elements are too many");
+  int64_t count = ITEMS(c->in[0]), bits = 0;
+  while (count >> bits) bits++;
+  NEED(0 <= *c->ints && *c->ints <= INT64_MAX >> bits, "places and elements are too many");
   c->scratch_bytes += 16 * count;
   TRY(gives_vector(c, 0, INT64, count));
   return gives_vector(c, 1, FLOAT, count);
