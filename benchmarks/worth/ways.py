@@ -73,11 +73,6 @@ COMMON = {
         "ChunkedTopKCompressor(k=512, values='int4', decay=1)",
         f"every=5, {AVERAGE}",
     ),
-    "denser-3": Way(
-        "LocalSteps, 3, chunked top-k of 1/8 in 4 bits",
-        "ChunkedTopKCompressor(k=512, values='int4', decay=1)",
-        f"every=3, {AVERAGE}",
-    ),
     "quarter-5": Way(
         "LocalSteps, 5, chunked top-k of 1/4 in 4 bits",
         "ChunkedTopKCompressor(k=1024, values='int4', decay=1)",
