@@ -59,7 +59,9 @@ def save_checkpoint(
         objects: by name. A Keras model (with its optimizer, if it has one), an optimizer, the
             result of `tape_state`, a `LocalSteps`, anything else with `variables`, a list of
             variables; numbers, texts, and lists and dicts of them are saved as JSON. Equal on all
-            ranks except for compressor state, and what local steps have moved; rank 0's count.
+            ranks except for compressor state, and what local steps have moved; rank 0's count. So
+            the running means of a batch normalization, each rank's own before, are rank 0's on all
+            ranks afterwards, as with Horovod's broadcast.
 
     Raises:
         CheckpointError: on all ranks, naming those that could not write; or the ranks do not save

@@ -248,8 +248,9 @@ def save_checkpoint(
         process_set: the ranks that take part.
         objects: by name. An object with a `state_dict` (model, optimizer, scheduler, scaler) is
             saved by it; numbers, strings, tensors, and lists and dicts of them as they are. Must be
-            equal on all ranks, except for compressor state; rank 0's are saved. Objects that need
-            pickling are refused.
+            equal on all ranks, except for compressor state; rank 0's are saved. So the running
+            means of a batch normalization, each rank's own before, are rank 0's on all ranks
+            afterwards, as with Horovod's broadcast. Objects that need pickling are refused.
 
     Raises:
         CheckpointError: on all ranks, naming those that could not write; or the ranks do not save
