@@ -71,7 +71,8 @@ def test_random_numbers_differ(start):
 SLEEPS = """
 import os, signal, sys, time
 if sys.argv[1] == "deaf":
-    signal.signal(signal.SIGTERM, lambda *_: print("heard", flush=True))
+    # Not by print: the signal may come while that of below is not over yet.
+    signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"heard\\n"))
 print(os.getpid(), flush=True)
 time.sleep(100)
 """
