@@ -75,7 +75,7 @@ class StateSnapshot:
     """Snapshot of variables before the last exchange.
 
     Large tensors share their buffers with the variables until the next exchange. Small ones of a
-    dtype lie in one vector: each node of a graph costs its first step half a millisecond.
+    dtype lie in one vector: each node of a graph lengthens its first step.
 
     Args:
         variables: whose values are kept.
