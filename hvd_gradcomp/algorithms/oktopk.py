@@ -36,10 +36,13 @@ class OkTopKState(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Elements with their places; a place may be the sink, and its value is 0 then."""
+    """Elements with their places, or a row of them for each message.
 
-    index: Tensor  # int64 [count], ascending
-    values: Tensor  # float32 [count]
+    A place may be the sink, and its value is 0 then.
+    """
+
+    index: Tensor  # int64 [count], ascending; or [messages, count]
+    values: Tensor  # float32, likewise
 
 
 class Chosen(NamedTuple):
@@ -226,12 +229,12 @@ class OkTopKCompressor(Clipping, Compressor):
     def allgather(self, ops: Ops, context: Context, chosen: Chosen, state: OkTopKState) -> Program:
         """Gather the elements of all ranks, and add them up in their order."""
         layout, k = context.layout, self.count(context.layout)
-        parts, sent = self.encode(ops, layout, chosen.elements, ops.words((k,)))
-        _, found, weights = yield from self.gathered(ops, context, k, parts, chosen.finite)
-        room, state = self.commit(ops, context, chosen, state, sent)
+        payload, sent = self.encode(ops, layout, _row(ops, chosen.elements), ops.words((k,)))
+        _, found = yield from self.gathered(ops, context, k, payload, chosen.finite)
+        room, state = self.commit(ops, context, chosen, state, _flat(ops, sent))
         total = ops.clear(room)
-        for rank, (index, values) in enumerate(found):
-            total = ops.add_at(total, index, values * weights[rank])
+        for rank in range(context.size):
+            total = ops.add_at(total, found.index[rank], found.values[rank])
         return ops.clear_last(total), state
 
     def two_shot(self, ops: Ops, context: Context, chosen: Chosen, state: OkTopKState) -> Program:
@@ -239,33 +242,30 @@ class OkTopKCompressor(Clipping, Compressor):
         layout, ranks, room = context.layout, context.size, self.room(context.layout, context.size)
         cuts = self.cuts(ops, state.knots, ranks)
         rows, load = self.split(ops, context, cuts, chosen.elements)
-        coded = [
-            self.encode(ops, layout, row, load[rank : rank + 1]) for rank, row in enumerate(rows)
-        ]
-        bodies = [wire.pack_pieces(ops, self.parts(layout, room), parts) for parts, _ in coded]
-        sent = Found(*(ops.concat(pieces) for pieces in zip(*(found for _, found in coded))))
+        payload, sent = self.encode(ops, layout, rows, load)
+        bodies = wire.pack_rows(ops, self.parts(layout, room), payload)
         plain = context._replace(prescale=1.0, postscale=1.0)
         header = patterns.header_of(self, context, chosen.finite)
         buffers = yield Alltoall(wire.pack_all(ops, header, bodies))
         expected, spec = patterns.header_of(self, context), patterns.reduction_spec(plain, {})
         header, received = wire.unpack(ops, expected, buffers, spec)
         loads, found = self.decode(ops, layout, received, room)
-        summed = self.summed(ops, layout, found, patterns.weights_of(ops, plain, header))
+        found = _weighted(ops, found, patterns.weights_of(ops, plain, header))
+        summed = Found(*ops.merge_rows(*found, layout.sink))
 
         finite, total = patterns.check_storable(ops, summed.values)
         none = ops.words((layout.sink,)), ops.zeros((1,))
         summed = Found(*(ops.concat(pair) for pair in zip((summed.index, total), none)))
         place = self.largest_of(ops, summed, room)
-        again = Found(*(ops.gather(x, place) for x in summed))
-        parts, sums = self.encode(ops, layout, again, ops.sum(loads, 0))
-        loads, found, weights = yield from self.gathered(ops, context, room, parts, finite)
-        left = ops.add_at(summed.values, place, 0.0 - sums.values)
+        again = _row(ops, Found(*(ops.gather(x, place) for x in summed)))
+        payload, sums = self.encode(ops, layout, again, ops.sum(loads, 0))
+        loads, found = yield from self.gathered(ops, context, room, payload, finite)
+        left = ops.add_at(summed.values, place, 0.0 - _flat(ops, sums).values)
         left_index = ops.where(left != 0, summed.index, layout.sink)
-        memory, state = self.commit(ops, context, chosen, state, sent, Found(left_index, left))
-        index = ops.concat([index for index, _ in found])
-        values = ops.concat([values * weights[rank] for rank, (_, values) in enumerate(found)])
-        total = ops.clear_last(ops.add_at(ops.clear(memory), index, values))
-        knots = self.balanced(ops, layout, state.knots, cuts, loads, [index for index, _ in found])
+        rest = Found(left_index, left)
+        memory, state = self.commit(ops, context, chosen, state, _flat(ops, sent), rest)
+        total = ops.clear_last(ops.add_at(ops.clear(memory), *_flat(ops, found)))
+        knots = self.balanced(ops, layout, state.knots, cuts, loads, found.index)
         return total, state._replace(knots=knots)
 
     def dense(self, ops: Ops, context: Context, gradient: Tensor, state: OkTopKState) -> Program:
@@ -276,18 +276,18 @@ class OkTopKCompressor(Clipping, Compressor):
         return total, state._replace(r=ops.clear(state.r), sent=sent)
 
     def gathered(
-        self, ops: Ops, context: Context, count: int, parts: Mapping[str, Tensor], finite: Any
+        self, ops: Ops, context: Context, count: int, payload: Mapping[str, Tensor], finite: Any
     ) -> Any:
-        """Allgather bodies of so many elements; return what `decode` does, and their weights."""
-        body = wire.pack_pieces(ops, self.parts(context.layout, count), parts)
+        """Allgather bodies of so many elements; return the loads, and weighted elements."""
+        (body,) = wire.pack_rows(ops, self.parts(context.layout, count), payload)
         header = patterns.header_of(self, context, finite)
         buffers = yield Allgather(wire.pack(ops, header, *body))
         expected, spec = patterns.header_of(self, context), patterns.reduction_spec(context, {})
         header, bodies = wire.unpack(ops, expected, buffers, spec)
         loads, found = self.decode(ops, context.layout, bodies, count)
-        peaks = ops.concat([ops.peaks(ops.reshape(values, (1, -1))) for _, values in found])
-        header = patterns.check_summable(ops, [ops.reshape(peaks, (-1, 1))], context, header)
-        return loads, found, patterns.weights_of(ops, context, header)
+        peaks = ops.reshape(ops.peaks(found.values), (-1, 1))
+        header = patterns.check_summable(ops, [peaks], context, header)
+        return loads, _weighted(ops, found, patterns.weights_of(ops, context, header))
 
     def commit(
         self,
@@ -314,25 +314,26 @@ class OkTopKCompressor(Clipping, Compressor):
     def encode(
         self, ops: Ops, layout: Layout, found: Found, load: Tensor
     ) -> tuple[dict[str, Tensor], Found]:
-        """Return the parts of a body, and the elements as they are decoded."""
-        count, real = found.index.shape[0], found.index < layout.sink
-        coded = self.coding.encode(ops, found.values, ops.cast(real, "int64"))
-        places = self.places(layout, count).encode(ops, ops.reshape(found.index, (1, -1)))
-        decoded = ops.where(real, self.coding.decode(ops, coded, count), 0.0)
-        return {"load": load, **places, **coded}, Found(found.index, decoded)
+        """Return the parts of bodies, a row for each message, and the elements as decoded."""
+        (messages, count), real = found.index.shape, found.index < layout.sink
+        places = self.places(layout, count).encode_apart(ops, found.index)
+        counted, coded, decoded = ops.cast(real, "int64"), [], []
+        for row in range(messages):
+            coded.append(self.coding.encode(ops, found.values[row], counted[row]))
+            decoded.append(self.coding.decode(ops, coded[row], count))
+        values = {name: ops.stack([code[name] for code in coded]) for name in coded[0]}
+        payload = {"load": ops.reshape(load, (messages, 1)), **places, **values}
+        return payload, Found(found.index, ops.where(real, ops.stack(decoded), 0.0))
 
-    def decode(
-        self, ops: Ops, layout: Layout, bodies: Tensor, count: int
-    ) -> tuple[Tensor, list[Found]]:
+    def decode(self, ops: Ops, layout: Layout, bodies: Tensor, count: int) -> tuple[Tensor, Found]:
         """Return the loads, int64 [ranks, 1], and the elements of each rank."""
         payload = wire.unpack_body(ops, self.parts(layout, count), bodies)
-        found = []
-        for rank in range(bodies.shape[0]):
-            mine = {name: part[rank] for name, part in payload.items()}
-            index = ops.reshape(self.places(layout, count).decode(ops, mine), (-1,))
-            values = self.coding.decode(ops, mine, count)
-            found.append(Found(index, ops.where(index < layout.sink, values, 0.0)))
-        return payload["load"], found
+        index = self.places(layout, count).decode(ops, payload)
+        values = [
+            self.coding.decode(ops, {name: part[rank] for name, part in payload.items()}, count)
+            for rank in range(bodies.shape[0])
+        ]
+        return payload["load"], Found(index, ops.where(index < layout.sink, ops.stack(values), 0.0))
 
     # -- regions -----------------------------------------------------------------------------
 
@@ -345,7 +346,7 @@ class OkTopKCompressor(Clipping, Compressor):
 
     def split(
         self, ops: Ops, context: Context, cuts: Tensor, elements: Found
-    ) -> tuple[list[Found], Tensor]:
+    ) -> tuple[Found, Tensor]:
         """Return the elements that fit into the message of each region, and how many there are."""
         layout, ranks, room = context.layout, context.size, self.room(context.layout, context.size)
         first = ops.count_below(elements.index, cuts)
@@ -358,24 +359,7 @@ class OkTopKCompressor(Clipping, Compressor):
         place = ops.reshape(ops.where(slot < count, first + slot, none), (-1,))
         index = ops.gather(ops.concat((elements.index, ops.words((layout.sink,)))), place)
         values = ops.gather(ops.concat((elements.values, ops.zeros((1,)))), place)
-        runs = [slice(rank * room, (rank + 1) * room) for rank in range(ranks)]
-        return [Found(index[run], values[run]) for run in runs], load
-
-    def summed(self, ops: Ops, layout: Layout, found: Sequence[Found], weights: Tensor) -> Found:
-        """Add up elements in the order of ranks; each place occurs once, and sinks follow."""
-        every = ops.concat([index for index, _ in found])
-        count, room = every.shape[0], found[0].index.shape[0]
-        bits = (count - 1).bit_length()
-        keys = ops.sort(every * 2**bits + ops.arange(count))
-        index, slot = ops.split_bits(keys, bits)
-        new = ops.cast(index[1:] != index[:-1], "int64")
-        place = ops.concat((ops.words((0,)), ops.cumsum(new)))  # in the result, of each key
-        places = ops.put(ops.full((count,), 0), slot, place)
-        total = ops.zeros((count,))
-        for rank, (_, values) in enumerate(found):
-            own = places[rank * room : (rank + 1) * room]
-            total = ops.add_at(total, own, values * weights[rank])
-        return Found(ops.put(ops.full((count,), layout.sink), place, index), total)
+        return Found(*(ops.reshape(x, (ranks, room)) for x in (index, values))), load
 
     def largest_of(self, ops: Ops, summed: Found, room: int) -> Tensor:
         """Return the places of the largest sums, ascending; the last one stands for none."""
@@ -390,7 +374,7 @@ class OkTopKCompressor(Clipping, Compressor):
         knots: Tensor,
         cuts: Tensor,
         loads: Tensor,
-        places: Sequence[Tensor],
+        places: Tensor,
     ) -> Tensor:
         """Return the knots between which as many elements were chosen.
 
@@ -399,17 +383,18 @@ class OkTopKCompressor(Clipping, Compressor):
             knots: as they are, which stay where nothing was chosen.
             cuts: of the regions.
             loads: how many were chosen in each region; int64 [ranks, 1].
-            places: those of each region that came back. They stand for all that were chosen there.
+            places: those of each region that came back; int64 [ranks, room]. They stand for all
+                that were chosen there.
         """
-        load, room = ops.reshape(loads, (-1,)), places[0].shape[0]
-        back = ops.sum(ops.cast(ops.stack(places) < layout.sink, "int64"), -1)
+        load, (ranks, room) = ops.reshape(loads, (-1,)), places.shape
+        back = ops.sum(ops.cast(places < layout.sink, "int64"), -1)
         ends, every = ops.cumsum(load), ops.sum(load)
         target = (ops.arange(KNOTS - 1) + 1) * every // KNOTS
-        region = ops.minimum(ops.count_below(ends, target + 1), len(places) - 1)
+        region = ops.minimum(ops.count_below(ends, target + 1), ranks - 1)
         load, back, end, start = (ops.gather(x, region) for x in (load, back, ends, cuts))
         number = (target - (end - load)) * back // ops.maximum(load, 1)
         number = region * room + ops.minimum(number, room - 1)
-        inner = ops.where(back > 0, ops.gather(ops.concat(places), number), start)
+        inner = ops.where(back > 0, ops.gather(ops.reshape(places, (-1,)), number), start)
         balanced = ops.concat((ops.words((0,)), inner, ops.words((layout.sink,))))
         return ops.where(every > 0, balanced, knots)
 
@@ -427,3 +412,18 @@ class OkTopKCompressor(Clipping, Compressor):
     ) -> tuple[OkTopKState, Tensor]:
         del ops
         return state._replace(r=state.r + residual), gradient
+
+
+def _row(ops: Ops, found: Found) -> Found:
+    """Return the elements as those of one message."""
+    return Found(*(ops.reshape(x, (1, -1)) for x in found))
+
+
+def _flat(ops: Ops, found: Found) -> Found:
+    """Return the elements of all messages, one after another."""
+    return Found(*(ops.reshape(x, (-1,)) for x in found))
+
+
+def _weighted(ops: Ops, found: Found, weights: Tensor) -> Found:
+    """Return the elements of each rank times its weight."""
+    return Found(found.index, found.values * ops.reshape(weights, (-1, 1)))

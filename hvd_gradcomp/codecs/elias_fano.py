@@ -61,10 +61,19 @@ class EliasFano:
         low, high = ops.encode_ascending(numbers, self.low, self.width, self.universe)
         return {"low": low, "high": high}
 
+    def encode_apart(self, ops: Ops, numbers: Tensor) -> dict[str, Tensor]:
+        """Encode rows of int64 [messages, count], each by itself, with a code of one row.
+
+        A row of the parts is a message.
+        """
+        low, high = ops.encode_ascending(numbers, self.low, self.width, self.universe, apart=True)
+        return {"low": low, "high": high}
+
     def decode(self, ops: Ops, payload: Mapping[str, Tensor]) -> Tensor:
         """Decode one rank's parts to int64 [rows, count], each at most `universe`.
 
-        Of a damaged row the numbers are meaningless, but in that range.
+        Parts that have a row for each rank give the rows of all, one rank after another. Of a
+        damaged row the numbers are meaningless, but in that range.
         """
         code = payload["low"], payload["high"]
         shape = self.rows, self.count

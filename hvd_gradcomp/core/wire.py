@@ -134,6 +134,26 @@ def pack_pieces(ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tenso
     return pieces
 
 
+def pack_rows(
+    ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tensor]
+) -> list[list[Tensor]]:
+    """Return the pieces of several bodies, see `pack_pieces`; a row of each part for each."""
+    pieces = []
+    for name, part in parts.items():
+        data = payload[name]
+        pieces.append(data if part.dtype == "bytes" else ops.to_bytes(data, part.dtype))
+    bodies: list[list[Tensor]] = []
+    for row in range(pieces[0].shape[0]):
+        body = []
+        for part, piece in zip(parts.values(), pieces):
+            body.append(piece[row])
+            padding = _padded(part) - part.count * ITEMSIZE[part.dtype]
+            if padding:
+                body.append(ops.zeros((padding,), "uint8"))
+        bodies.append(body)
+    return bodies
+
+
 def unpack_body(ops: Ops, parts: Mapping[str, Part], body: Tensor) -> dict[str, Tensor]:
     """Return the parts of every rank's body: body is [world, bytes], each part [world, count]."""
     return {name: _piece(ops, body, parts[name], start) for name, start in starts(parts).items()}

@@ -85,6 +85,34 @@ def test_addition_in_rows(framework, x, data):
 
 @pytest.mark.parametrize("framework", frameworks())
 @given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 300)),
+    sink=st.sampled_from((1, 40, 5000, (1 << 40) - 1)),
+    ascending=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@FEW
+def test_rows_are_merged(framework, shape, sink, ascending, seed):
+    """Whatever a damaged row holds: places that descend, or come twice."""
+    generator = torch.Generator().manual_seed(seed)
+    index = torch.randint(0, sink + 1, shape, generator=generator)
+    index = index.sort(-1).values if ascending else index
+    values = torch.where(index < sink, noise(index.numel(), seed)[: index.numel()].view(shape), 0.0)
+    places, total = Both(framework)("merge_rows", index, values, sink)
+    expected = PLAIN.merge_rows(index, values, sink)
+    assert torch.equal(places, expected[0]) and same(total, expected[1])
+    used = places < sink
+    assert (places.diff()[used[1:]] > 0).all() and not total[~used].any()
+    sums: dict[int, float] = {}
+    for place, value in zip(index.flatten().tolist(), values.flatten().tolist()):
+        sums[place] = sums.get(place, 0.0) + value
+    sums.pop(sink, None)
+    assert places[used].tolist() == sorted(sums)
+    exact = torch.tensor([sums[place] for place in sorted(sums)], dtype=torch.float64)
+    assert torch.allclose(total[used].double(), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("framework", frameworks())
+@given(
     shape=st.tuples(st.integers(1, 4), st.integers(1, 300)),
     bits=st.sampled_from((1, 2, 4, 8)),
     seed=st.integers(0, 99),
@@ -133,6 +161,20 @@ def test_nothing_is_read_or_written_beyond_what_is_there():
         ops.add_in_rows(None, x.clone(), 8, [index - 1], [values], one)
     for places in (index + (1 << 62), index + 8):
         assert not ops.add_in_rows(None, x.clone(), 8, [places], [values], one).any()
+    lows, highs = torch.zeros((3, 5), dtype=torch.int64), torch.zeros((3, 2), dtype=torch.int64)
+    assert ops.decode_ascending((lows, highs), (1, 20), 5, 60, 400).shape == (3, 20)
+    for code in ((lows[:2], highs), (lows[0], highs), (lows, highs[0]), (lows[:, :4], highs)):
+        with pytest.raises(ValueError, match="decode_ascending"):
+            ops.decode_ascending(code, (1, 20), 5, 60, 400)
+    for wrong in ((index, values[:12], 8), (index[0], values[0], 8)):
+        with pytest.raises(ValueError, match="merge_rows"):
+            ops.merge_rows(*wrong)
+    for sink in (-1, 1 << 60):
+        with pytest.raises(ValueError, match="merge_rows"):
+            ops.merge_rows(index, values, sink)
+    for places in (index - 1, index + 9, index + (1 << 62)):
+        with pytest.raises(PayloadError):
+            ops.merge_rows(places, values, 8)
     with pytest.raises(ValueError, match="encode_bins"):
         ops.encode_bins(torch.ones(2, 8), None, torch.ones(1, 1), 2)
     with pytest.raises(ValueError, match="encode_bins"):

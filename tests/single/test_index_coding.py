@@ -104,6 +104,13 @@ def test_it_is_the_code_of_elias_and_fano(make, native, rows, count, universe, s
     damaged = {name: torch.from_numpy(x) for name, x in damaged.items()}
     assert np.array_equal(found, code.decode(plain, damaged).numpy())
     assert found.size == 0 or 0 <= found.min() <= found.max() <= universe
+    one = EliasFano.of(1, count, universe)
+    apart = one.encode_apart(ops, of(numbers))
+    for row in range(rows):
+        low, high = code_in_numpy(one, numbers[row : row + 1])
+        assert np.asarray(apart["low"])[row].tolist() == low
+        assert np.asarray(apart["high"])[row].tolist() == high
+    assert np.array_equal(np.asarray(one.decode(ops, apart)), numbers)
 
 
 @pytest.mark.parametrize("compressor", THRESHOLDS, ids=repr)

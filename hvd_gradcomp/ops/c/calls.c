@@ -130,6 +130,24 @@ static int plan_sort(call *c) {
 
 static int run_sort(call *c) { return sort(OUT(int64_t, 0), c->out[0].length); }
 
+/* index, values; sink -> index, values: those of each place added up */
+static int plan_merge_rows(call *c) {
+  TRY(takes(c, 2, 1, 0));
+  TRY(is(c, 0, INT64, 2, ANY, ANY));
+  TRY(is(c, 1, FLOAT, 2, c->in[0].rows, c->in[0].length));
+  int64_t count = ITEMS(c->in[0]), bits = 0;
+  while (count >> bits) bits++;
+  NEED(0 <= *c->ints && *c->ints <= INT64_MAX >> bits, "places and elements are too many");
+  c->scratch_bytes += 16 * count;
+  TRY(gives_vector(c, 0, INT64, count));
+  return gives_vector(c, 1, FLOAT, count);
+}
+
+static int run_merge_rows(call *c) {
+  return merge_rows(INT64S(0), FLOATS(1), ITEMS(c->in[0]), *c->ints, c->scratch, OUT(int64_t, 0),
+                    OUT(float, 1));
+}
+
 static int plan_add_momentum(call *c) {
   TRY(takes(c, 3, 1, 1));
   for (int i = 0; i < 3; i++) TRY(is_vector(c, i, FLOAT, c->in[0].length));
@@ -216,35 +234,48 @@ static int code_sizes(int64_t rows, int64_t count, int64_t low, int64_t width) {
   return 0;
 }
 
-/* numbers; low, width -> low bits, high bits */
+/* numbers; low, width, whether each row has a code of its own -> low bits, high bits */
 static int plan_encode_ascending(call *c) {
-  TRY(takes(c, 1, 2, 0));
+  TRY(takes(c, 1, 3, 0));
   TRY(is(c, 0, INT64, 2, ANY, ANY));
-  int64_t rows = c->in[0].rows, count = c->in[0].length, low = c->ints[0], width = c->ints[1];
-  TRY(code_sizes(rows, count, low, width));
-  TRY(gives_vector(c, 0, INT64, (rows * count + GROUP - 1) / GROUP * low));
-  return gives_vector(c, 1, INT64, (rows * width + 31) / 32);
+  int64_t all = c->in[0].rows, count = c->in[0].length, low = c->ints[0], width = c->ints[1];
+  TRY(code_sizes(all, count, low, width));
+  int64_t codes = c->ints[2] ? all : 1, rows = c->ints[2] ? 1 : all, rank = c->ints[2] ? 2 : 1;
+  TRY(gives(c, 0, INT64, rank, codes, (rows * count + GROUP - 1) / GROUP * low));
+  return gives(c, 1, INT64, rank, codes, (rows * width + 31) / 32);
 }
 
 static int run_encode_ascending(call *c) {
-  return encode_ascending(INT64S(0), c->in[0].rows, c->in[0].length, c->ints[0], c->ints[1],
-                          OUT(int64_t, 0), OUT(int64_t, 1));
+  int64_t count = c->in[0].length, codes = c->ints[2] ? c->in[0].rows : 1;
+  int64_t rows = c->ints[2] ? 1 : c->in[0].rows;
+  for (int64_t i = 0; i < codes; i++)
+    TRY(encode_ascending(INT64S(0) + i * rows * count, rows, count, c->ints[0], c->ints[1],
+                         OUT(int64_t, 0) + i * c->out[0].length,
+                         OUT(int64_t, 1) + i * c->out[1].length));
+  return 0;
 }
 
-/* low bits, high bits; rows, count, low, width, universe -> numbers */
+/* low bits, high bits; rows, count, low, width, universe -> numbers. Matrices are a code a row. */
 static int plan_decode_ascending(call *c) {
   TRY(takes(c, 2, 5, 0));
   int64_t rows = c->ints[0], count = c->ints[1], low = c->ints[2], width = c->ints[3];
   TRY(code_sizes(rows, count, low, width));
   NEED(0 <= c->ints[4] && c->ints[4] < (int64_t)1 << 40, "numbers are not negative");
-  TRY(is_vector(c, 0, INT64, (rows * count + GROUP - 1) / GROUP * low));
-  TRY(is_vector(c, 1, INT64, (rows * width + 31) / 32));
-  return gives(c, 0, INT64, 2, rows, count);
+  const buffer *x = c->in;
+  TRY(is(c, 0, INT64, ANY, ANY, (rows * count + GROUP - 1) / GROUP * low));
+  NEED(x->rank == 1 || x->rank == 2, "codes are a vector or a matrix");
+  TRY(is(c, 1, INT64, x->rank, x->rows, (rows * width + 31) / 32));
+  NEED(!(rows * count) || x->rows <= ((int64_t)1 << 40) / (rows * count), "too many codes");
+  return gives(c, 0, INT64, 2, x->rows * rows, count);
 }
 
 static int run_decode_ascending(call *c) {
-  decode_ascending(INT64S(0), INT64S(1), c->ints[0], c->ints[1], c->ints[2], c->ints[3],
-                   c->ints[4], OUT(int64_t, 0));
+  const buffer *lows = c->in, *highs = c->in + 1;
+  int64_t rows = c->ints[0], count = c->ints[1];
+  for (int64_t i = 0; i < lows->rows; i++)
+    decode_ascending((const int64_t *)((const char *)lows->data + i * lows->stride),
+                     (const int64_t *)((const char *)highs->data + i * highs->stride), rows, count,
+                     c->ints[2], c->ints[3], c->ints[4], OUT(int64_t, 0) + i * rows * count);
   return 0;
 }
 
@@ -1282,6 +1313,7 @@ static const kernel KERNELS[] = {
     KERNEL(fill_at),
     KERNEL(add_at),
     KERNEL(sort),
+    KERNEL(merge_rows),
     KERNEL(add_momentum),
     KERNEL(accumulate),
     KERNEL(finite),

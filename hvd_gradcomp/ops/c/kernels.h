@@ -133,6 +133,8 @@ int gather(const float *x, int64_t size, const int64_t *index, int64_t n, float 
 int fill_at(float *x, int64_t size, const int64_t *index, int64_t n, float value);
 int add_at(float *x, int64_t size, const int64_t *index, int64_t n, const float *values);
 int sort(int64_t *x, int64_t n);
+int merge_rows(const int64_t *index, const float *values, int64_t n, int64_t sink,
+               int64_t *scratch, int64_t *places, float *totals);
 float sum_of(const float *x, int64_t n, int squares);
 int sum_finite(const float *x, int64_t n, int squares, int threads);
 void add_vectors(const float *x, const float *y, float *out, int64_t n);

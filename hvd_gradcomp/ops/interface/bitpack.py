@@ -70,7 +70,7 @@ class BitPacking(Reduction):
         return codes
 
     def encode_ascending(
-        self, numbers: Tensor, low: Any, width: Any, universe: int
+        self, numbers: Tensor, low: Any, width: Any, universe: int, apart: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Encode rows of ascending numbers by Elias-Fano; see `codecs.elias_fano`.
 
@@ -79,11 +79,19 @@ class BitPacking(Reduction):
             low: last bits of each number that are packed as they are; an integer or a scalar.
             width: bits for the rest of a row, more than `count - 1 + (largest >> low)`; likewise.
             universe: an integer.
+            apart: make a code of its own of each row.
 
         Returns:
             The low bits, `low` words for 32 numbers, and the rows of `width` bits, with a bit for
-            each number; int64 below 2**32, padded with zeros.
+            each number; int64 below 2**32, padded with zeros. If rows are apart, a row for each.
         """
+        if apart:
+            codes = [
+                self.encode_ascending(numbers[row : row + 1], low, width, universe)
+                for row in range(numbers.shape[0])
+            ]
+            lows, highs = (self.stack(part) for part in zip(*codes))
+            return lows, highs
         rows, count = numbers.shape[0], self.length(numbers)
         fixed = isinstance(low, int)
         rest = self.split_bits(numbers, low)[0] if fixed else self.shift_right(numbers, low)
@@ -106,8 +114,15 @@ class BitPacking(Reduction):
     ) -> Tensor:
         """Invert `encode_ascending` of int64 [rows, count], the `shape`.
 
-        The numbers of a damaged row are meaningless, but from 0 to `universe`.
+        Of codes that are rows of matrices the numbers follow one another. The numbers of a damaged
+        row are meaningless, but from 0 to `universe`.
         """
+        if len(code[0].shape) == 2:
+            every = [
+                self.decode_ascending((code[0][i], code[1][i]), shape, low, width, universe)
+                for i in range(code[0].shape[0])
+            ]
+            return self.reshape(self.stack(every), (len(every) * shape[0], shape[1]))
         rows, count = shape
         numbers, groups = rows * count, _whole(rows * count) // GROUP
         bits = self.unpack(code[1], 1)[: rows * width]

@@ -190,6 +190,29 @@ class Reduction(Creation, Elementwise, Indexing):
             total = self.add_at(total, place, added)
         return total
 
+    def merge_rows(self, index: Tensor, values: Tensor, sink: int) -> tuple[Tensor, Tensor]:
+        """Add up the values at each place, in the order of rows; ascending places, each once.
+
+        Args:
+            index: int64 [rows, n], from 0 to `sink`; an element there counts for nothing.
+            values: float32 [rows, n], 0 at the sink.
+            sink: a number.
+
+        Returns:
+            Places and sums, int64 and float32 [rows * n]; behind them sinks, with sums of 0.
+        """
+        rows, n = index.shape
+        every, count = self.reshape(index, (-1,)), rows * n
+        bits = (count - 1).bit_length()
+        keys = self.sort(every * 2**bits + self.arange(count))
+        sorted_, slot = self.split_bits(keys, bits)
+        new = self.cast(sorted_[1:] != sorted_[:-1], "int64")
+        place = self.concat((self.words((0,)), self.cumsum(new)))  # in the result, of each key
+        places, total = self.put(self.full((count,), 0), slot, place), self.zeros((count,))
+        for row in range(rows):
+            total = self.add_at(total, places[row * n : (row + 1) * n], values[row])
+        return self.put(self.full((count,), sink), place, sorted_), total
+
     def row_keys(self, x: Tensor) -> Tensor:
         """Return unique numbers that sort a row by |x|, and equal ones from the last; int64."""
         n = x.shape[-1]

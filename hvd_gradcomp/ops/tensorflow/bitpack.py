@@ -46,12 +46,12 @@ class BitPacking(Base):
         return self.native("from_bit_planes", (planes,), [(tf.int64, (planes.shape[0], GROUP))])[0]
 
     def encode_ascending(
-        self, numbers: Tensor, low: Any, width: Any, universe: int
+        self, numbers: Tensor, low: Any, width: Any, universe: int, apart: bool = False
     ) -> tuple[Tensor, Tensor]:
         if self.native is None:
-            return super().encode_ascending(numbers, low, width, universe)
-        outputs = [(tf.int64, (None,))] * 2
-        lows, highs = self.native("encode_ascending", (numbers,), outputs, (low, width))
+            return super().encode_ascending(numbers, low, width, universe, apart)
+        outputs = [(tf.int64, (numbers.shape[0], None) if apart else (None,))] * 2
+        lows, highs = self.native("encode_ascending", (numbers,), outputs, (low, width, apart))
         return lows, highs
 
     def decode_ascending(
@@ -64,7 +64,9 @@ class BitPacking(Base):
     ) -> Tensor:
         if self.native is None:
             return super().decode_ascending(code, shape, low, width, universe)
-        known = shape[0], shape[1] if isinstance(shape[1], int) else None
+        codes = code[0].shape[0] if code[0].shape.rank == 2 else 1
+        rows = shape[0] * codes if isinstance(shape[0], int) and codes is not None else None
+        known = rows, shape[1] if isinstance(shape[1], int) else None
         ints = *shape, low, width, universe
         return self.native("decode_ascending", code, [(tf.int64, known)], ints)[0]
 

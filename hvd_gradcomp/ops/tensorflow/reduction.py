@@ -72,6 +72,14 @@ class Reduction(Base):
         outputs = [(tf.float32, start.shape)]
         return self.native("add_in_rows", given, outputs, (length, base is None))[0]
 
+    def merge_rows(self, index: Tensor, values: Tensor, sink: int) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().merge_rows(index, values, sink)
+        count = index.shape.num_elements()
+        outputs = [(tf.int64, (count,)), (tf.float32, (count,))]
+        places, total = self.native("merge_rows", (index, values), outputs, (sink,))
+        return places, total
+
     def finite(self, x: Tensor) -> Any:
         if self.native is not None and x.dtype == tf.float32:
             finite = self.native("finite", (x,), [(tf.bool, ())])[0]

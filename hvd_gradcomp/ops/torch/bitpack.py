@@ -46,14 +46,16 @@ class BitPacking(Base):
         return groups
 
     def encode_ascending(
-        self, numbers: Tensor, low: int, width: int, universe: int
+        self, numbers: Tensor, low: int, width: int, universe: int, apart: bool = False
     ) -> tuple[Tensor, Tensor]:
         if self.native is None:
-            return super().encode_ascending(numbers, low, width, universe)
-        rows, count = numbers.shape
+            return super().encode_ascending(numbers, low, width, universe, apart)
+        codes, count = numbers.shape
+        rows, head = (1, (codes,)) if apart else (codes, ())
         words = -(-rows * count // GROUP) * low, -(-rows * width // GROUP)
-        lows, highs = (self._empty(size, dtype=torch.int64) for size in words)
-        self.native("encode_ascending", (numbers.contiguous(),), (lows, highs), (low, width))
+        lows, highs = (self._empty(*head, size, dtype=torch.int64) for size in words)
+        ints = low, width, apart
+        self.native("encode_ascending", (numbers.contiguous(),), (lows, highs), ints)
         return lows, highs
 
     def decode_ascending(
@@ -66,7 +68,8 @@ class BitPacking(Base):
     ) -> Tensor:
         if self.native is None:
             return super().decode_ascending(code, shape, low, width, universe)
-        numbers = self._empty(*shape, dtype=torch.int64)
+        codes = code[0].shape[0] if code[0].dim() == 2 else 1
+        numbers = self._empty(codes * shape[0], shape[1], dtype=torch.int64)
         words = [words.contiguous() for words in code]
         ints = *shape, low, width, universe
         self.native("decode_ascending", words, (numbers,), ints)

@@ -120,6 +120,15 @@ class Reduction(Base):
         self.native("add_in_rows", given, (room,), (length, base is None))
         return room
 
+    def merge_rows(self, index: Tensor, values: Tensor, sink: int) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().merge_rows(index, values, sink)
+        places = self._empty(index.numel(), dtype=torch.int64)
+        total = self._empty(index.numel())
+        given = index.contiguous(), values.contiguous()
+        self.native("merge_rows", given, (places, total), (sink,))
+        return places, total
+
     def peaks(self, x: Tensor) -> Tensor:
         if self.native is None:
             return super().peaks(x)
