@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import Any
 
 from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.core.wire import Part
@@ -217,14 +218,17 @@ def _sums(ops: Ops, rows: Tensor) -> Tensor:
     return ops.reshape(ops.sum_of_rows(rows), (-1, 1))
 
 
-def _padded(count: int, unit: int) -> int:
-    return -(-count // unit) * unit
+def _padded(count: Any, unit: int) -> Any:
+    return (count + unit - 1) // unit * unit
 
 
 def _padded_to(ops: Ops, x: Tensor, unit: int, dtype: str = "float32") -> Tensor:
     """Append zeros up to a multiple of `unit`."""
-    missing = _padded(x.shape[0], unit) - x.shape[0]
-    return ops.concat((x, ops.zeros((missing,), dtype))) if missing else x
+    count = ops.length(x)
+    missing = _padded(count, unit) - count
+    if isinstance(missing, int) and missing == 0:
+        return x
+    return ops.concat((x, ops.zeros((missing,), dtype)))
 
 
 # By the name that compressors take as `values=`.

@@ -135,22 +135,18 @@ def pack_pieces(ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tenso
 
 
 def pack_rows(
-    ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tensor]
+    ops: Ops, parts: Mapping[str, Part], payload: Mapping[str, Tensor], rows: int
 ) -> list[list[Tensor]]:
     """Return the pieces of several bodies, see `pack_pieces`; a row of each part for each."""
-    pieces = []
+    bodies: list[list[Tensor]] = [[] for _ in range(rows)]
     for name, part in parts.items():
         data = payload[name]
-        pieces.append(data if part.dtype == "bytes" else ops.to_bytes(data, part.dtype))
-    bodies: list[list[Tensor]] = []
-    for row in range(pieces[0].shape[0]):
-        body = []
-        for part, piece in zip(parts.values(), pieces):
+        piece = data if part.dtype == "bytes" else ops.to_bytes(data, part.dtype)
+        padding = _padded(part) - part.count * ITEMSIZE[part.dtype]
+        for row, body in enumerate(bodies):
             body.append(piece[row])
-            padding = _padded(part) - part.count * ITEMSIZE[part.dtype]
-            if padding:
+            if not (isinstance(padding, int) and padding == 0):
                 body.append(ops.zeros((padding,), "uint8"))
-        bodies.append(body)
     return bodies
 
 

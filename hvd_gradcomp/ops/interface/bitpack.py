@@ -26,10 +26,6 @@ class BitPacking(Reduction):
     def from_bytes(self, x: Tensor, dtype: str) -> Tensor:
         """Invert `to_bytes`; "uint32", "int8" and "uint8" come back as int64."""
 
-    @abstractmethod
-    def length(self, x: Tensor) -> Any:
-        """Return the last axis: an int, or an int64 scalar if it is known only at run time."""
-
     # -- composite ops ---------------------------------------------------------------------
 
     def pack(self, codes: Tensor, bits: int) -> Tensor:

@@ -33,6 +33,10 @@ class Reduction(Creation, Elementwise, Indexing):
         """Sort a non-negative int64 vector, ascending."""
 
     @abstractmethod
+    def length(self, x: Tensor) -> Any:
+        """Return the last axis: an int, or an int64 scalar if it is known only at run time."""
+
+    @abstractmethod
     def count_below(self, ascending: Tensor, x: Tensor) -> Tensor:
         """Count the ascending int64 that are less than each of x; int64 of the shape of x."""
 
@@ -128,20 +132,20 @@ class Reduction(Creation, Elementwise, Indexing):
             above = beyond
         return self.stack([*counts, above])
 
-    def largest_of_rows(self, x: Tensor, length: int, k: int) -> tuple[Tensor, Tensor]:
+    def largest_of_rows(self, x: Tensor, length: Any, k: Any) -> tuple[Tensor, Tensor]:
         """Return where each row's k largest |x| are, of equal ones the first, and x there.
 
         Args:
             x: float32 [size], rows of `length` one after another; zeros fill up the last.
-            length: of a row.
-            k: at most `length`; rows * k is below 2**31.
+            length: of a row; an integer, or a scalar of a graph, which is then that of x.
+            k: at most `length`; rows * k is below 2**31. An integer, or a scalar of a graph.
 
         Returns:
             Places in a row, ascending, int64 [rows, k]; and values, float32 [rows, k].
         """
-        size = x.shape[0]
-        rows = -(-size // length)
-        missing = rows * length - size
+        fixed = isinstance(length, int)
+        rows = -(-x.shape[0] // length) if fixed else 1
+        missing = rows * length - x.shape[0] if fixed else 0
         padded = self.concat((x, self.zeros((missing,)))) if missing else x
         x = self.reshape(padded, (rows, length))
         first = self.reshape(self.arange(rows), (-1, 1)) * length
@@ -215,7 +219,7 @@ class Reduction(Creation, Elementwise, Indexing):
 
     def row_keys(self, x: Tensor) -> Tensor:
         """Return unique numbers that sort a row by |x|, and equal ones from the last; int64."""
-        n = x.shape[-1]
+        n = self.length(x)
         _, magnitude = self.split_bits(self.float_bits(x), 31)
         return magnitude * n + (n - 1 - self.arange(n))
 

@@ -39,7 +39,7 @@ class Reduction(Base):
     def top_of_rows(self, x: Tensor, k: int) -> Tensor:
         return tf.math.top_k(x, k, sorted=False).values
 
-    def largest_of_rows(self, x: Tensor, length: int, k: int) -> tuple[Tensor, Tensor]:
+    def largest_of_rows(self, x: Tensor, length: Any, k: Any) -> tuple[Tensor, Tensor]:
         if self.native is None:
             return super().largest_of_rows(x, length, k)
         index, values = self.native("largest_of_rows", (x,), _largest(x, length, k), (length, k))
@@ -106,7 +106,8 @@ class Reduction(Base):
         return self.native("layer_histograms", (row_groups, x), outputs, (bins,))[0]
 
 
-def _largest(x: Tensor, length: int, k: int) -> list[tuple[Any, Sequence[Any]]]:
+def _largest(x: Tensor, length: Any, k: Any) -> list[tuple[Any, Sequence[Any]]]:
     """Return dtypes and shapes of what is chosen of rows."""
-    rows = None if x.shape[0] is None else -(-x.shape[0] // length)
+    known = x.shape[0] is not None and isinstance(length, int)
+    rows, k = -(-x.shape[0] // length) if known else None, k if isinstance(k, int) else None
     return [(tf.int64, (rows, k)), (tf.float32, (rows, k))]
