@@ -29,8 +29,8 @@ CC=$folder/cc "$python" -c 'from hvd_gradcomp.ops import building; building.buil
 
 LD_PRELOAD="$(g++ -print-file-name=libstdc++.so)"
 LD_PRELOAD="$("$python" -c 'import atheris; print(atheris.path())')/asan_with_fuzzer.so $LD_PRELOAD"
-export LD_PRELOAD ASAN_OPTIONS=detect_leaks=0
-"$python" -m tests.fuzz found seeds -max_len=2048 -timeout=60 "$@"
+export LD_PRELOAD ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=64
+"$python" -m tests.fuzz found seeds -max_len=2048 -timeout=60 -rss_limit_mb=6144 "$@"
 echo "fuzz: $(find found -type f | wc -l) inputs beyond the corpus reached something new"
 if [ -n "${KEEP:-}" ]; then # the fewest that reach as much
     mkdir kept
