@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.moments import GPT
-from hvd_gradcomp import Compressor
+from hvd_gradcomp import Compressor, balanced
 from hvd_gradcomp.cli import options, style
 from hvd_gradcomp.cli.bench import warm_up_rounds
 from hvd_gradcomp.core.cost_model import volume
@@ -40,6 +40,7 @@ TWO_SHOT = {
     "chunked-topk, owned, k 256": "ChunkedTopKCompressor(k=256, exchange='auto')",
     "ok-topk, gathered": "OkTopKCompressor(exchange='allgather')",
 }
+BALANCED = ("variance-coded", "strom", "dgc")
 
 
 def gradients() -> Gradients:
@@ -67,7 +68,9 @@ def measured(keys: list[str]) -> dict[str, Any]:
     horovod.init()
     grads = gradients()
     methods = {key: options.chosen([text], grads.scale)[0] for key, text in TWO_SHOT.items()}
-    methods = {**options.usual(grads.scale), **methods}
+    usual = options.usual(grads.scale)
+    owned = {f"{key}, balanced": balanced(usual[key]) for key in BALANCED}
+    methods = {**usual, **methods, **owned}
     dense = {n: volume("allreduce", 4.0 * grads.elements, n) for n in RANKS}
     rows = []
     for key, compressor in methods.items():

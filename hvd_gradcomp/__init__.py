@@ -7,6 +7,7 @@ This module imports no framework: the compressors are descriptions, the frontend
 """
 
 from hvd_gradcomp.algorithms.acp_sgd import ACPSGDCompressor
+from hvd_gradcomp.algorithms.balanced import balanced
 from hvd_gradcomp.algorithms.chunked_topk import ChunkedTopKCompressor
 from hvd_gradcomp.algorithms.demo import DeMoCompressor
 from hvd_gradcomp.algorithms.dense import FP16Compressor, NoneCompressor
@@ -75,6 +76,7 @@ __all__ = [
     "VarianceCompressor",
     "__version__",
     "after",
+    "balanced",
     "diloco",
     "partition",
     "robust",

@@ -40,6 +40,7 @@ from hvd_gradcomp import (
     TernGradCompressor,
     VarianceCompressor,
     after,
+    balanced,
     robust,
 )
 from hvd_gradcomp.codecs.sparse import StepInputs
@@ -216,6 +217,13 @@ ROBUST: list[Compressor] = [
     robust(None, "median"),
     robust(ChunkedTopKCompressor(chunk=64, k=8), "clip"),
     robust(QSGDCompressor(bits=4), "median"),
+]
+# What a sparse method sends goes by owners.
+BALANCED: list[Compressor] = [
+    balanced(StromCompressor(tau=0.7), "two_shot"),
+    balanced(VARIANCE, "two_shot", "bfloat16"),
+    balanced(HYBRID_CODED, "two_shot", slack=2.0),
+    balanced(DGCCompressor(density=0.05, momentum=0.9, warmup_steps=6, clip_norm=1.0), "two_shot"),
 ]
 EVERY = LINEAR + WORDS + LARGEST + LEADER + QUANTIZED + PHASED
 

@@ -27,7 +27,9 @@ NAMES = 19  # columns for a row's name
 
 _MAKERS: dict[str, Callable[..., Any]] = {  # besides the compressor classes
     "after": hvd_gradcomp.after,
+    "balanced": hvd_gradcomp.balanced,
     "partition": hvd_gradcomp.partition,
+    "robust": hvd_gradcomp.robust,
     "role": hvd_gradcomp.role,
     "smaller": hvd_gradcomp.smaller,
 }

@@ -23,6 +23,7 @@ from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import (
+    BALANCED,
     CODED,
     LARGEST,
     LEADER,
@@ -106,7 +107,7 @@ def test_torch_and_tensorflow_send_the_same_bytes(compressor, given):
 OTHERS = LARGEST + LEADER + QUANTIZED
 
 
-@pytest.mark.parametrize("compressor", OTHERS + PHASED + CODED + ROBUST, ids=repr)
+@pytest.mark.parametrize("compressor", OTHERS + PHASED + CODED + ROBUST + BALANCED, ids=repr)
 def test_the_other_methods_send_the_same_bytes(compressor):
     data = gradients(1, 12, size=3)
     reference = run(compressor, TorchOps(), torch.from_numpy, data, None)

@@ -17,6 +17,7 @@ from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import (
+    BALANCED,
     EVERY,
     LEARNED,
     LINEAR,
@@ -153,7 +154,7 @@ def test_linear_codecs_are_linear(compressor, seed):
 
 
 @pytest.mark.parametrize(
-    "compressor", EVERY + TODAY + PRODUCTS + ROBUST + LEARNED + OUTSIDE, ids=repr
+    "compressor", EVERY + TODAY + PRODUCTS + ROBUST + BALANCED + LEARNED + OUTSIDE, ids=repr
 )
 def test_the_users_random_numbers_are_left_alone(compressor):
     torch.manual_seed(3)

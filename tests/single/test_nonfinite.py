@@ -17,6 +17,7 @@ from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import (
+    BALANCED,
     EVERY,
     LARGEST,
     LEADER,
@@ -95,7 +96,9 @@ def _arrived(compressor, gradient, fields):
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize(
-    "compressor", EVERY + LEARNED + OUTSIDE + TODAY + PRODUCTS + ROBUST + ROUNDED[::3], ids=repr
+    "compressor",
+    EVERY + LEARNED + OUTSIDE + TODAY + PRODUCTS + ROBUST + BALANCED + ROUNDED[::3],
+    ids=repr,
 )
 def test_a_step_that_was_undone_leaves_no_trace(compressor, static):
     """Do as the PyTorch reducer does for `nonfinite="skip"`, by plain ops."""
@@ -158,7 +161,7 @@ def _in_use():
 
 
 @pytest.mark.parametrize(
-    "compressor", ONE_OF_EACH + ONE_OF_TODAY + LEARNED[::2] + PRODUCTS + ROBUST, ids=repr
+    "compressor", ONE_OF_EACH + ONE_OF_TODAY + LEARNED[::2] + PRODUCTS + ROBUST + BALANCED, ids=repr
 )
 def test_memory_for_steps_that_may_be_undone_does_not_grow(compressor):
     """Let methods learn too: new parameters take the place of the old."""

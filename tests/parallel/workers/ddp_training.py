@@ -36,6 +36,7 @@ from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 from tests.methods import (
+    BALANCED,
     GRADIVEQ,
     LGC,
     LGC_SERVER,
@@ -90,7 +91,16 @@ def sgd(model, **options):
 
 
 def every_method():
-    for compression in [*ONE_OF_EACH, GRADIVEQ, LGC, LGC_SERVER, *ONE_OF_TODAY, *PRODUCTS, *ROBUST]:
+    for compression in [
+        *ONE_OF_EACH,
+        GRADIVEQ,
+        LGC,
+        LGC_SERVER,
+        *ONE_OF_TODAY,
+        *PRODUCTS,
+        *ROBUST,
+        *BALANCED,
+    ]:
         model, state = wrapped(compression)
         start = vector(model)
         train(model, sgd(model), STEPS)

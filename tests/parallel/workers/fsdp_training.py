@@ -37,7 +37,16 @@ from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.torch import ddp, fsdp
 from hvd_gradcomp.torch.step_sync import OutOfStepError
-from tests.methods import GRADIVEQ, LGC, ONE_OF_EACH, ONE_OF_TODAY, PRODUCTS, ROBUST, TODAY
+from tests.methods import (
+    BALANCED,
+    GRADIVEQ,
+    LGC,
+    ONE_OF_EACH,
+    ONE_OF_TODAY,
+    PRODUCTS,
+    ROBUST,
+    TODAY,
+)
 from tests.parallel.workers.ddp_training import TIMEOUT, alike, raises
 
 STROM, STEPS, WIDTH, WORDS = StromCompressor(tau=0.003), 5, 18, 11
@@ -166,7 +175,7 @@ def gradients(model):
 
 
 def every_method():
-    for compression in [*ONE_OF_EACH, GRADIVEQ, LGC, *ONE_OF_TODAY, *PRODUCTS, *ROBUST]:
+    for compression in [*ONE_OF_EACH, GRADIVEQ, LGC, *ONE_OF_TODAY, *PRODUCTS, *ROBUST, *BALANCED]:
         model, state = wrapped(compression, bucket_bytes=4000)
         start = vector(model)
         train(model, torch.optim.AdamW(model.parameters(), 0.01), STEPS)

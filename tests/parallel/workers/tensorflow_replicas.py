@@ -11,7 +11,17 @@ from keras import layers
 
 import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp.tensorflow import DistributedGradientTape
-from tests.methods import CODED, ONE_OF_TODAY, OUTSIDE, PRODUCTS, ROBUST, ROUNDED, WORDS, methods_by
+from tests.methods import (
+    BALANCED,
+    CODED,
+    ONE_OF_TODAY,
+    OUTSIDE,
+    PRODUCTS,
+    ROBUST,
+    ROUNDED,
+    WORDS,
+    methods_by,
+)
 from tests.parallel.workers.results import digest, finish
 
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -75,7 +85,7 @@ def main(folder: str, kind: str, steps: str, settings: str = "") -> None:
     y = random.integers(0, 10, samples)
     result = {}
     own = methods_by(kind, hvd.size())
-    outside = OUTSIDE + ONE_OF_TODAY + ROUNDED[::2] + CODED + PRODUCTS + ROBUST
+    outside = OUTSIDE + ONE_OF_TODAY + ROUNDED[::2] + CODED + PRODUCTS + ROBUST + BALANCED[1::2]
     for compressor in outside if settings == "outside" else own:
         model = network()
         if kind == "fit":

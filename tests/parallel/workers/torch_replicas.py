@@ -9,6 +9,7 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from tests.methods import (
+    BALANCED,
     CODED,
     EVERY,
     ONE_OF_EACH_EXCHANGE,
@@ -24,7 +25,7 @@ from tests.parallel.workers.results import digest, finish
 METHODS = {
     "all": EVERY,
     "one of each exchange": ONE_OF_EACH_EXCHANGE,
-    "outside": OUTSIDE + TODAY + ROUNDED + CODED + PRODUCTS + ROBUST,
+    "outside": OUTSIDE + TODAY + ROUNDED + CODED + PRODUCTS + ROBUST + BALANCED,
 }
 
 
