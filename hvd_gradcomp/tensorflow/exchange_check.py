@@ -26,6 +26,7 @@ class ExchangeCheck:
         process_set: the ranks.
         settings: what must be equal on all ranks, besides layers, compressor and buckets.
         layers: of the variables that are exchanged.
+        counters: of the rounds.
         averages: of gradients, which all ranks have to make, or none.
 
     Attributes:
@@ -38,10 +39,11 @@ class ExchangeCheck:
         process_set: Any,
         settings: str,
         layers: Sequence[Layer],
+        counters: RoundCounters,
         averages: GradientAverage,
     ) -> None:
-        self._process_set, self._settings = process_set, settings
-        self._layers, self._averages = layers, averages
+        self._process_set, self._settings, self._layers = process_set, settings, layers
+        self._counters, self._averages = counters, averages
         self.restart(title)
 
     def restart(self, title: str) -> None:
@@ -78,19 +80,12 @@ class ExchangeCheck:
         self._averages.connect(self.title, reducers[0].participants)
         self._agreed = True
 
-    def compare(
-        self,
-        number: int,
-        fragment: Fragment,
-        counters: RoundCounters,
-        asked: bool,
-    ) -> States:
+    def compare(self, number: int, fragment: Fragment, asked: bool) -> States:
         """Compare what the ranks are about to exchange; return the state of each.
 
         Args:
             number: of the fragment.
             fragment: what is to be exchanged.
-            counters: of the rounds.
             asked: ranks may have made different numbers of steps.
 
         Raises:
@@ -99,12 +94,12 @@ class ExchangeCheck:
             RuntimeError: on all ranks, if one has averaged no gradients in its host, and had to.
         """
         digests = checksums.digests_of(fragment.reducer.ops, fragment.copies)
-        missed, moved = self._averages.has_missed(number), int(counters.moved[number])
+        missed, moved = self._averages.has_missed(number), int(self._counters.moved[number])
         own = ExchangeState(
             number,
             int(asked),
             int(fragment.reducer.steps),
-            int(counters.clock),
+            int(self._counters.clock),
             moved,
             zlib.crc32(digests.numpy().tobytes()),
             fault=int(missed and moved > 0),

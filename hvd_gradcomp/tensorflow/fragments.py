@@ -12,9 +12,6 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_gradcomp.algorithms.local_steps import OuterSGD
-from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.core.layers import Layer
-from hvd_gradcomp.tensorflow.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.reducer import GraphReducer
 from hvd_gradcomp.tensorflow.variables import new_variable, plain_variable
 
@@ -72,33 +69,17 @@ class Fragment:
 
     @classmethod
     def create(
-        cls,
-        sources: list[Any],
-        layers: Sequence[Layer],
-        compressor: Compressor,
-        options: ExchangeOptions,
-        name: str,
-        settings: str,
-        has_momentum: bool,
-        is_delayed: bool,
+        cls, sources: list[Any], reducer: GraphReducer, has_momentum: bool, is_delayed: bool
     ) -> Fragment:
-        """Create the reducer and the variables of a fragment, with this rank's as the global ones.
+        """Create a fragment's variables; the global ones are those of this rank.
 
         Args:
             sources: the model's.
-            layers: of the global variables.
-            compressor: of the pseudogradients.
-            options: of the exchange.
-            name: prefix of the collectives' names.
-            settings: what must be equal on all ranks besides.
+            reducer: of the layers of the global variables.
             has_momentum: the outer optimizer has momentum.
             is_delayed: what is reduced is applied later.
         """
-        make = new_variable
-        reducer = GraphReducer(
-            layers, compressor, options, name=name, settings=f", {settings}", make_variable=make
-        )
-        zeros = [tf.zeros(shape, dtype) for _, shape, dtype in layers]
+        zeros = [tf.zeros(shape, dtype) for _, shape, dtype in reducer.layers]
 
         def created(name: str, needed: bool = True) -> list[tf.Variable]:
             return [new_variable(f"gradcomp_{name}", zero) for zero in zeros if needed]

@@ -167,11 +167,14 @@ class LocalSteps(tf.Module):
         parts = [
             Fragment.create(
                 [variables[i] for i in part],
-                [widened(layers[i]) for i in part],
-                compressor,
-                options,
-                f"{title}.{number}",
-                settings,
+                GraphReducer(
+                    [widened(layers[i]) for i in part],
+                    compressor,
+                    options,
+                    name=f"{title}.{number}",
+                    settings=f", {settings}",
+                    make_variable=new_variable,
+                ),
                 has_momentum=bool(outer.momentum),
                 is_delayed=bool(delay),
             )
@@ -186,7 +189,7 @@ class LocalSteps(tf.Module):
         self.learning_rate = new_variable("gradcomp_outer_rate", tf.constant(outer.lr, tf.float64))
         names = [] if means is None else [name for name, _, _ in means.reducer.layers]
         self._check = ExchangeCheck(
-            title, process_set, f"{settings}, buffers={names}", layers, self._averages
+            title, process_set, f"{settings}, buffers={names}", layers, counters, self._averages
         )
         self._loop = OuterLoop(
             parts, means, outer, self.learning_rate, counters, self.schedule, self._check

@@ -113,7 +113,7 @@ class OuterLoop:
 
     def _compare(self, number: int, asked: bool) -> States:
         self.agree()
-        return self._check.compare(number, self.fragments[number], self._counters, asked)
+        return self._check.compare(number, self.fragments[number], asked)
 
     def _hand_out(self, number: int, blend: float = 0.0) -> None:
         """Set this rank's variables to the global ones of a fragment, blended with its own."""

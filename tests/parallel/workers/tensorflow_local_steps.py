@@ -240,8 +240,8 @@ def slow_and_resumed(folder):
         compression = hvd.SparseGDCompressor(density=0.1)
         return variables, hvd.LocalSteps(variables, 4, compression=compression, deadline=0.1)
 
-    def end(variables, local):
-        while local.rounds < 3:
+    def end(variables, local, rounds=3):
+        while local.rounds < rounds:
             time.sleep(0.02 * hvd.rank())
             train(variables, local, 1, local.steps_made + 1)
         local.exchange()
@@ -259,7 +259,10 @@ def slow_and_resumed(folder):
     other.exchange()  # also where a rank has made no step
     moved = digest([flat(again)])
     hvd.load_checkpoint(folder, variables=variables, local=local)  # numbers may be on their way
-    return [moved, end(again, other), end(variables, local)]
+    ends = [moved, end(again, other), end(variables, local)]
+    train(variables, local, 1, local.steps_made + 1)
+    hvd.elastic.TensorFlowState(variables, local=local).sync()
+    return [*ends, digest([flat(variables)]), end(variables, local, local.rounds + 2)]
 
 
 # -- Keras ---------------------------------------------------------------------------------------
