@@ -104,7 +104,7 @@ def test_tensorflow_over_horovod(ranks, backend, tmp_path):
     *quick, slow = results
     for name, (most, ends, lost) in first["slow"].items():
         least, rounds = slow["slow"][name][0], ends[0]
-        assert least - 1 < 4 * rounds <= most - 1, f"{name}: rounds do not wait for slow steps"
+        assert least - 1 < 8 * rounds <= most - 1, f"{name}: rounds do not wait for slow steps"
         assert all(result["slow"][name][1] == ends for result in results), name
         assert lost < 1e-4 if name != "Int8Compressor" else lost < 0.1, name
     for name, (_, ends) in first["slow fits"].items():

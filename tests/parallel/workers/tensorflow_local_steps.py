@@ -196,7 +196,7 @@ def slow_ranks():
     for compression in (hvd.NoneCompressor(), whole, hvd.Int8Compressor()):
         variables, total = network(), np.zeros(ENDS[-1])
         local = hvd.LocalSteps(
-            variables, 4, hvd.OuterSGD(1.0, 0.0), compression, warmup_steps=1, deadline=0.05
+            variables, 8, hvd.OuterSGD(1.0, 0.0), compression, warmup_steps=1, deadline=0.05
         )
         while local.rounds < 4:
             time.sleep(pause)
