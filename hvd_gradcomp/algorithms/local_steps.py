@@ -117,6 +117,36 @@ class LocalSchedule:
         return (fragment + 1) * self.every // self.fragments
 
 
+def check_deadline(
+    deadline: float | None, schedule: LocalSchedule, averages_in_hosts: bool = False
+) -> None:
+    """Check a deadline of rounds in which ranks make different numbers of steps.
+
+    Args:
+        deadline: seconds, more than 0; None for none, which is always right.
+        schedule: of the exchanges.
+        averages_in_hosts: ranks of a host average their gradients in every step.
+
+    Raises:
+        ValueError: it is out of range, or there are fragments or a delay, which count steps, or
+            averages in every step.
+    """
+    if deadline is None:
+        return
+    if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0:
+        raise ValueError(f"deadline= takes seconds, more than 0, or None, got {deadline!r}")
+    if schedule.fragments > 1 or schedule.delay:
+        raise ValueError(
+            "deadline= lets ranks make different numbers of steps, which fragments= and delay= "
+            "count: leave them out with a deadline"
+        )
+    if averages_in_hosts:
+        raise ValueError(
+            "deadline= lets ranks make different numbers of steps, and hierarchical=True lets "
+            "those of a host average their gradients in each: use one of the two"
+        )
+
+
 def cut(sizes: Sequence[int], fragments: int) -> list[range]:
     """Cut a list of layers into consecutive fragments of about as many elements each.
 

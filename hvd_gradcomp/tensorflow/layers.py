@@ -13,6 +13,8 @@ import tensorflow as tf
 from hvd_gradcomp.core.layers import Layer, Weight, convolving
 from hvd_gradcomp.tensorflow.variables import plain_variable
 
+_NARROW = ("float16", "bfloat16")  # dtypes whose global variables are float32
+
 
 def named_layers(sources: Sequence[Any], names: Sequence[str | None] | None = None) -> list[Layer]:
     """Return each source's (name, shape, dtype), equal on all ranks; `names` take precedence.
@@ -70,3 +72,12 @@ def _kernels(sources: Sequence[Any]) -> dict[int, bool]:
             if place in wanted:
                 found[place] = known or found.get(place, False)
     return found
+
+
+def widened(layer: Layer) -> Layer:
+    """Return a layer in the precision of its global variable."""
+    name, shape, dtype = layer
+    wide = "float32" if dtype in _NARROW else dtype
+    if isinstance(layer, Weight):
+        return Weight(name, shape, wide, layer.convolves)
+    return name, shape, wide

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as horovod
@@ -31,9 +31,19 @@ from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.runtime import stall_inspector
 from hvd_gradcomp.runtime.stall_inspector import DeadlockError, PendingOp
+from hvd_gradcomp.tensorflow.background import BackgroundCall
 from hvd_gradcomp.tensorflow.variables import new_variable
 
-__all__ = ["DeadlockError", "init", "marked", "rounds", "shutdown", "translated", "unmarked"]
+__all__ = [
+    "DeadlockError",
+    "init",
+    "marked",
+    "rounds",
+    "shutdown",
+    "translated",
+    "unmarked",
+    "waiting",
+]
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _PREFIX = "horovod_"
@@ -120,30 +130,6 @@ class ReportRounds:
     def is_due(self, pending: bool) -> bool:
         """Return True if all ranks must report now, given whether this rank's report is pending."""
         return int(self.due.numpy()) >= self.reported + (not pending)
-
-
-class _Answer:
-    """Result of a function that runs in a thread of its own."""
-
-    def __init__(self, run: Callable[[], Any]) -> None:
-        self._run, self._result, self._error = run, None, ""
-        self._done = threading.Event()
-        self.ready = self._done.is_set
-        threading.Thread(target=self._target, daemon=True, name="gradcomp-told").start()
-
-    def _target(self) -> None:
-        try:
-            self._result = self._run()
-        except Exception as error:
-            self._error = f"{type(error).__name__}: {error}"
-        finally:
-            self._done.set()
-
-    def wait(self) -> Any:
-        self._done.wait()
-        if self._error:
-            raise RuntimeError(self._error)
-        return self._result
 
 
 class _StallInspector:
@@ -282,7 +268,7 @@ class _StallInspector:
             LOGGER.debug("Horovod has ended; process sets are those from before")
         return self._sets
 
-    def _tell(self, table: list[list[int]], name: str, process_set: RankSet) -> _Answer:
+    def _tell(self, table: list[list[int]], name: str, process_set: RankSet) -> BackgroundCall:
         self.rounds(process_set.process_set_id).reported += 1
         return _summed(table, name, process_set)
 
@@ -297,7 +283,7 @@ class _StallInspector:
             self._ended.set()
 
 
-def _summed(table: list[list[int]], name: str, process_set: RankSet) -> _Answer:
+def _summed(table: list[list[int]], name: str, process_set: RankSet) -> BackgroundCall:
     def total() -> tf.Tensor:
         return _STOCK.horovod_allreduce(
             tf.constant(table, tf.int64),
@@ -310,7 +296,14 @@ def _summed(table: list[list[int]], name: str, process_set: RankSet) -> _Answer:
         )
 
     graph = tf.function(total, autograph=False).get_concrete_function()  # names count there
-    return _Answer(lambda: graph().numpy())
+
+    def told() -> Any:
+        try:
+            return graph().numpy()
+        except tf.errors.OpError as error:
+            raise RuntimeError(error.message) from error
+
+    return BackgroundCall(told, "gradcomp-told")
 
 
 _watcher = _StallInspector()
@@ -366,6 +359,11 @@ def _marks(on: bool) -> Iterator[None]:
 def rounds(process_set: Any) -> ReportRounds:
     """Return the report rounds that the sync messages of these ranks carry."""
     return _watcher.rounds(process_set.process_set_id)
+
+
+def waiting(name: str, process_set: Any) -> AbstractContextManager[None]:
+    """Record that this thread waits for a collective of a graph that has no record itself."""
+    return _watcher.call(f"allgather.{name}", name, process_set.process_set_id)
 
 
 def unmarked() -> Any:

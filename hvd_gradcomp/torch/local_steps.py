@@ -15,14 +15,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.algorithms.local_steps import LocalSchedule, OuterSGD, cut
+from hvd_gradcomp.algorithms.local_steps import LocalSchedule, OuterSGD, check_deadline, cut
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.exchange_state import ExchangeState, States, diverged, out_of_step
+from hvd_gradcomp.runtime.round_clock import RoundClock
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.reducer import sum_of_bits
-from hvd_gradcomp.torch.round_clock import RoundClock
+from hvd_gradcomp.torch.round_clock import TensorProgressGather
 from hvd_gradcomp.torch.tensor_exchange import Connection, RankSync, TensorExchange
 from hvd_gradcomp.torch.wrapped_optimizer import (
     KEPT,
@@ -211,8 +212,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self._round_clock = None
         if deadline is not None:
             assert connect_clock is not None
-            clock = connect_clock(), schedule.every, deadline, device_of(named)
-            self._round_clock = RoundClock(*clock)
+            gather = TensorProgressGather(connect_clock(), device_of(named))
+            self._round_clock = RoundClock(gather, schedule.every, deadline)
         self._names = [name for name, _ in named]
         self.steps_made = self.rounds = self._clock = 0
         self._started = self._loaded = False
@@ -641,23 +642,6 @@ class LocalStepsOptimizer(WrappedOptimizer):
 
 
 WARMUP, _LOADED = -1, -2  # said in the place of a fragment
-
-
-def check_deadline(deadline: float | None, schedule: LocalSchedule) -> None:
-    """Check a deadline.
-
-    Raises:
-        ValueError: it is out of range, or the schedule has fragments or a delay, which count steps.
-    """
-    if deadline is None:
-        return
-    if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0:
-        raise ValueError(f"deadline= takes seconds, more than 0, or None, got {deadline!r}")
-    if schedule.fragments > 1 or schedule.delay:
-        raise ValueError(
-            "deadline= lets ranks make different numbers of steps, which fragments= and delay= "
-            "count: leave them out with a deadline"
-        )
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -9,13 +9,13 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule
+from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule, check_deadline
 from hvd_gradcomp.runtime import hierarchy
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch import checkpoint
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.grad_synchronizer import synchronizer_of
-from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer, Outer, check_deadline
+from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer, Outer
 from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer
 from hvd_gradcomp.torch.tensor_exchange import Connection
@@ -105,11 +105,7 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
     inner = optimizer
     place = ranks.participants.place
     if place is not None and place.slots > 1:
-        if deadline is not None:
-            raise ValueError(
-                "deadline= lets ranks make different numbers of steps, and hierarchical=True lets "
-                "those of a host average their gradients in each: use one of the two"
-            )
+        check_deadline(deadline, schedule, averages_in_hosts=True)
         named_parameters = list(named_parameters) if named_parameters is not None else None
         inside = ranks.participants.groups.inside
         inner = DistributedOptimizer(

@@ -94,6 +94,8 @@ def test_tensorflow_finds_differences(tmp_path):
 
 DEADLOCKS = {
     "slow": ("", ""),
+    "slow rounds": ("", ""),
+    "rounds": ("clock", "allreduce (metric)"),
     "metric": (".step", "allreduce"),
     "callback": (".step", "allreduce (metric.loss)"),
     "early stopping": (".step", "allgather (after fit.sz)"),
@@ -105,10 +107,11 @@ DEADLOCKS = {
 
 # A deadlock ends Horovod, so it comes last in a run.
 RUNS = [
-    ("gloo", ["slow", "metric"]),
+    ("gloo", ["slow", "slow rounds", "metric"]),
     ("gloo", ["validation"]),
     ("gloo", ["tape"]),
     pytest.param("mpi", ["slow", "callback"], marks=pytest.mark.sweep),
+    pytest.param("gloo", ["rounds"], marks=pytest.mark.sweep),
 ]
 
 

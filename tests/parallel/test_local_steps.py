@@ -55,6 +55,9 @@ def test_torch_over_horovod(ranks, backend, tmp_path):
 
 TENSORFLOW_MESSAGES = {
     "every": "MismatchError",
+    "deadline": "deadline=1.0",
+    "no deadline": "deadline=2.0",
+    "fit deadline": "deadline=1.0",
     "warmup": "MismatchError",
     "fragments": "fragments=2",
     "not finite": "NonFiniteGradientError",
@@ -97,6 +100,16 @@ def test_tensorflow_over_horovod(ranks, backend, tmp_path):
         for name in ("consolidated", "skipped", "fits"):
             assert first[name] == other[name], name
         assert first["fit resumed"] != other["fit resumed"]  # each rank's own Adam
+        assert first["slow resumed"] == other["slow resumed"]
+    *quick, slow = results
+    for name, (most, ends, lost) in first["slow"].items():
+        least, rounds = slow["slow"][name][0], ends[0]
+        assert least - 1 < 8 * rounds <= most - 1, f"{name}: rounds do not wait for slow steps"
+        assert all(result["slow"][name][1] == ends for result in results), name
+        assert lost < 1e-4 if name != "Int8Compressor" else lost < 0.1, name
+    for name, (_, ends) in first["slow fits"].items():
+        assert all(result["slow fits"][name][1] == ends for result in results), name
+    assert slow["slow fits"]["until"][0] < quick[0]["slow fits"]["until"][0]
 
 
 MOMENTA_MESSAGES = {

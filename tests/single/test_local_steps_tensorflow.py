@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import keras
 import numpy as np
@@ -296,6 +297,12 @@ REFUSED = {
     "fragments=5": {"every": 8, "fragments": 5},
     "optimizer= is not built": {"optimizer": keras.optimizers.Adam()},
     "another momentum": {"compression": hvd.DGCCompressor(density=0.1, momentum=0.5)},
+    "got 0.0": {"deadline": 0.0},
+    "got True": {"deadline": True},
+    "got '1'": {"deadline": "1"},
+    "got nan": {"deadline": float("nan")},
+    "which fragments= and delay=": {"deadline": 1.0, "fragments": 2},
+    "leave them out with a deadline": {"deadline": 1.0, "delay": 1},
 }
 
 
@@ -303,6 +310,42 @@ REFUSED = {
 def test_bad_settings(message):
     with pytest.raises((ValueError, TypeError), match=message):
         hvd.LocalSteps(network(), **REFUSED[message])
+
+
+@pytest.mark.parametrize("message", [m for m in REFUSED if "deadline" in REFUSED[m]])
+def test_bad_deadlines_of_the_callback(message):
+    with pytest.raises(ValueError, match=message):
+        hvd_keras.callbacks.LocalSteps(**REFUSED[message])
+
+
+def test_rounds_with_a_deadline_have_about_as_many_steps():
+    """A rank makes one more where its numbers come a moment later, and loses none."""
+    variables, total = network(), np.zeros(ENDS[-1])
+    local = hvd.LocalSteps(variables, 4, hvd.OuterSGD(1.0, 0.0), warmup_steps=2, deadline=60.0)
+    local.exchange()
+    for step in range(1, 27):
+        time.sleep(0.02)
+        g = numbers(2, step)
+        total += g
+        for v, a, b in zip(variables, ENDS, ENDS[1:]):
+            v.assign_sub(RATE * g[a:b].reshape(v.shape))
+        local.step()
+    assert 3 <= local.rounds <= 6 and local.steps_made == 26 and local.deadline == 60.0
+    local.exchange()
+    rounds = local.rounds
+    local.exchange()  # nothing has moved
+    assert local.rounds == rounds and local.is_exchanged
+    np.testing.assert_allclose(flat(variables), START - RATE * total, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(flat(variables), globals_of(local))
+
+
+def test_a_deadline_and_commits_between_batches_exclude_each_other():
+    from hvd_gradcomp.tensorflow.keras.elastic import KerasState
+
+    model = compiled()
+    local = hvd_keras.callbacks.LocalSteps(4, deadline=1.0).build(model)
+    with pytest.raises(ValueError, match="make LocalSteps without it"):
+        KerasState(model, local=local)
 
 
 def test_what_is_not_trained_is_refused():

@@ -12,6 +12,7 @@ import torch
 from hvd_gradcomp import ChunkedTopKCompressor, NoneCompressor
 from hvd_gradcomp.algorithms.local_steps import LocalSchedule, OuterSGD
 from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.runtime.round_clock import RoundClock
 from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.step_sync import OutOfStepError
@@ -65,6 +66,32 @@ def train(rank, rounds, pause, deadline, **how):
         step(parameter, optimizer, gradient)
     optimizer.exchange()
     return optimizer.steps_made, total, parameter.detach().clone(), optimizer.rounds
+
+
+class Alone:
+    """Gather of one rank's numbers, which are there at once."""
+
+    def __init__(self):
+        self.slots = []
+
+    def submit(self, progress, slot):
+        self.slots.append(slot)
+        self.rows = [list(progress)]
+        return self
+
+    def ready(self):
+        return True
+
+    def wait(self):
+        return self.rows
+
+
+def test_several_steps_at_once_are_a_round_s_or_more():
+    gather = Alone()
+    clock = RoundClock(gather, 4, 60.0)
+    assert [clock.step(3), clock.step(3), clock.step(), clock.step(9)] == [False, True, False, True]
+    assert clock.meet()
+    assert gather.slots == [1, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -21,6 +21,9 @@ class GradientAccumulation:
             samples that a rank sees in a step; None counts as many.
         number: a variable, the passes so far.
         added, squared: variables, one for each gradient.
+
+    Attributes:
+        number, added, squared: as given.
     """
 
     def __init__(
@@ -32,8 +35,13 @@ class GradientAccumulation:
     ) -> None:
         self._passes, self._batch_size = options.backward_passes_per_step, options.batch_size
         self._share = 1.0 / self._passes if options.average_aggregated_gradients else 1.0
-        self._number, self._added, self._squared = number, added, squared
+        self.number, self.added, self.squared = number, added, squared
         self._came: set[int] = set()  # places that had a gradient in any pass so far
+
+    @property
+    def pass_of_step(self) -> tf.Tensor:
+        """Return the number of passes added since the last exchange."""
+        return self.number % self._passes
 
     def add(self, gradients: list[Any], moments: list[Any] | None) -> None:
         """Add a pass."""
@@ -42,15 +50,15 @@ class GradientAccumulation:
                 continue
             self._came.add(place)
             part = tf.cast(tf.convert_to_tensor(gradient), tf.float32) * self._share
-            self._added[place].assign_add(part)
+            self.added[place].assign_add(part)
             if moments is None:
                 square = part * part
             else:
                 square = moments[place] * (self._share * self._share)
-            self._squared[place].assign_add(square)
-        self._number.assign_add(1)
+            self.squared[place].assign_add(square)
+        self.number.assign_add(1)
 
-    def sums(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
+    def totals(self, gradients: list[Any], variables: Sequence[Any]) -> list[Any]:
         """Return the sums of gradients that occurred in this pass or in another one.
 
         Args:
@@ -59,23 +67,23 @@ class GradientAccumulation:
         """
         return [
             None if g is None and not (place in self._came and v.trainable) else total.value()
-            for place, (total, g, v) in enumerate(zip(self._added, gradients, variables))
+            for place, (total, g, v) in enumerate(zip(self.added, gradients, variables))
         ]
 
     def moments(self, sampled: bool) -> list[Any]:
         """Return the second moments of the step; of samples, if those were added."""
         if sampled:
-            return [s.value() for s in self._squared]
+            return [s.value() for s in self.squared]
         weight = weight_of_passes(self._passes, self._batch_size)
         return [
             tf.maximum(weight * s.value() + (1.0 - weight) * a.value() * a.value(), 0.0)
-            for s, a in zip(self._squared, self._added)
+            for s, a in zip(self.squared, self.added)
         ]
 
     def clear(self, places: Sequence[int]) -> None:
         """Reset the sums that were exchanged, for the next step, and keep the rest."""
         for place in places:
-            for total in (self._added[place], self._squared[place]):
+            for total in (self.added[place], self.squared[place]):
                 total.assign(tf.zeros_like(total))
 
 

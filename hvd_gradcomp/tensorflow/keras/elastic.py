@@ -13,6 +13,7 @@ from horovod.tensorflow.keras.elastic import (
 from keras.optimizers import Optimizer
 
 from hvd_gradcomp.tensorflow.elastic import Lost, TensorFlowKerasState, run
+from hvd_gradcomp.tensorflow.local_steps import LocalSteps
 
 __all__ = [
     "CommitStateCallback",
@@ -31,8 +32,18 @@ class KerasState(TensorFlowKerasState, _stock.KerasState):
     Args:
         model: built.
         optimizer: the model's own if None.
-        kwargs: plain Python objects; they become attributes.
+        kwargs: plain Python objects, and a `LocalSteps` as there; they become attributes.
+
+    Raises:
+        ValueError: as there; or the `LocalSteps` has a deadline.
     """
 
     def __init__(self, model: Any, optimizer: Optimizer | None = None, **kwargs: Any) -> None:
+        for name, item in kwargs.items():
+            if isinstance(item, LocalSteps) and item.deadline is not None:
+                raise ValueError(
+                    f"{name}= has a deadline=, by which ranks make different numbers of batches, "
+                    "and a run of fit that commits between batches counts them: make LocalSteps "
+                    "without it, or commit after rounds in a loop with TensorFlowState"
+                )
         super().__init__(model, optimizer, **kwargs)

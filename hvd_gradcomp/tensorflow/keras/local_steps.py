@@ -11,7 +11,7 @@ import horovod.tensorflow as horovod
 import keras
 import tensorflow as tf
 
-from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule, OuterSGD
+from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule, OuterSGD, check_deadline
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.tensorflow import local_steps
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
@@ -56,7 +56,10 @@ class LocalSteps(keras.callbacks.Callback):
         process_set: the ranks that take part; others train alone.
         hierarchical: ranks of a host average their gradients in every step, dense, and hosts
             exchange; with several ranks on a host it sets `model.jit_compile = False`.
-        nonfinite: as in `hvd.LocalSteps`.
+        nonfinite, deadline: as in `hvd.LocalSteps`. With a deadline an exchange at the end of an
+            epoch waits for the ranks that are still in theirs. So that quick ranks need not, let
+            the data repeat, and set `model.stop_training` in a callback once `local.rounds` is as
+            high as you want: all ranks see it in the same round.
 
     Attributes:
         local: the `hvd.LocalSteps`, for `hvd.verify`, `hvd.compression_stats` and
@@ -85,9 +88,11 @@ class LocalSteps(keras.callbacks.Callback):
         process_set: Any = horovod.global_process_set,
         hierarchical: bool = False,
         nonfinite: str | None = None,
+        deadline: float | None = None,
     ) -> None:
         super().__init__()
         self.schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
+        check_deadline(deadline, self.schedule)
         self.at_epoch_end, self.process_set = at_epoch_end, process_set
         self.local: local_steps.LocalSteps | None = None
         self._average_buffers = average_buffers
@@ -96,6 +101,7 @@ class LocalSteps(keras.callbacks.Callback):
             "compression": compression,
             "hierarchical": hierarchical,
             "nonfinite": nonfinite,
+            "deadline": deadline,
         }
         self._due = False  # whether this epoch ends with an exchange, which is yet to come
         self._averages = False  # whether the optimizer averages gradients

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import horovod.tensorflow as horovod
@@ -26,18 +27,14 @@ from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.wrappers import take_over
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.core.layers import tables_of
-from hvd_gradcomp.tensorflow import checksums
 from hvd_gradcomp.tensorflow.comm import takes_part
 from hvd_gradcomp.tensorflow.keras import loss_scale, serialization
-from hvd_gradcomp.tensorflow.keras.accumulation import GradientAccumulation, MomentSource
-from hvd_gradcomp.tensorflow.keras.local_vars import LocalVariableFilter, local_places, places_of
-from hvd_gradcomp.tensorflow.layers import named_layers
+from hvd_gradcomp.tensorflow.keras.local_vars import local_places, places_of
+from hvd_gradcomp.tensorflow.keras.step_exchange import StepExchange
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.reducer import LOGGER, TITLES, GraphReducer
 from hvd_gradcomp.tensorflow.reducers import distributed_in
 from hvd_gradcomp.tensorflow.tape import layers_in, variables_of
-from hvd_gradcomp.tensorflow.variables import keep_local
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer as _KerasOptimizer
@@ -239,12 +236,13 @@ class DistributedOptimizerMixin(_KerasOptimizer):
     """Optimizer mixin that exchanges gradients; it comes before the Keras class."""
 
     _base: type  # the Keras class
-    _gradcomp: GraphReducer | None = None
+    _gradcomp: GraphReducer | None = None  # that of the exchange
+    _step_exchange: StepExchange | None = None  # once it is built; None where this rank has no part
+    _outer_scaler: loss_scale.OuterScaler | None = None
     _moments: list[Any] | None = None  # left here by `track_moments`, for the next `apply`
     _known_local: frozenset[int] = frozenset()  # places of local variables, from a file
     _refusal: str = ""  # why it cannot train here, if it was read from a file
     _saved: tuple[int | None, bool] = (None, True)  # plain variables in the file; same exchange?
-    _reduced_outside = False  # by the loss scaler that is wrapped around this optimizer
     _compressor: Compressor = NoneCompressor()
     _options = ExchangeOptions()
 
@@ -287,7 +285,6 @@ class DistributedOptimizerMixin(_KerasOptimizer):
         self._begin(written)
         self._taken.update(taken)
         self._compressor, self._options, self._title = compressor, options, TITLES.take()
-        self._moment_source = MomentSource(compressor, options)
 
     def _continue(self, source: keras.optimizers.Optimizer) -> None:
         """Take the variables of the optimizer that this one is made from, and its exceptions."""
@@ -337,8 +334,8 @@ class DistributedOptimizerMixin(_KerasOptimizer):
     @property
     def pass_of_step(self) -> Any:
         """Return the number of passes accumulated for the next exchange."""
-        passes = self._options.backward_passes_per_step
-        return self._pass % passes if passes > 1 else 0
+        sums = None if self._step_exchange is None else self._step_exchange.sums
+        return 0 if sums is None else sums.pass_of_step
 
     def get_config(self) -> dict[str, Any]:
         """Return the optimizer's own configuration, with the wrapper's arguments."""
@@ -368,8 +365,8 @@ class DistributedOptimizerMixin(_KerasOptimizer):
         if not self.built:
             with tf.init_scope():  # a model that is not built yet builds this while it is traced
                 self._build(variables, scaled=outer is not None)
-        if outer is not None and self._gradcomp is not None:
-            self._reduce_before(outer, self._gradcomp)
+        if outer is not None and self._step_exchange is not None:
+            self._reduce_before(outer, self._step_exchange)
         ready, self._when_built = list(self._when_built), []
         with tf.init_scope():
             for each in ready:
@@ -383,37 +380,25 @@ class DistributedOptimizerMixin(_KerasOptimizer):
         if self._refusal:
             return
         self._local = local_places(variables, self._find_local, self._known_local)
-        self._exchanged = [i for i in range(len(variables)) if i not in self._local]
         options = self._options.with_policy(scaled or isinstance(self, LossScaleOptimizer))
         self._skips = options.nonfinite == "skip"
         if not takes_part(options.process_set):
             return
-        rank = tf.constant(horovod.rank(), tf.int64)
-        self._owner = keep_local(self._state_variable("gradcomp_rank", rank))
-        named = named_layers(variables)
-        layers, passes = [named[i] for i in self._exchanged], options.backward_passes_per_step
-        reducer = GraphReducer(
-            layers,
+        exchange = StepExchange(
+            variables,
+            self._local,
+            partial(places_of, self),
             self._compressor,
             options,
-            name=self._title,
-            settings=self._settings,
-            make_variable=self._state_variable,
-            tables=[] if passes > 1 else tables_of(layers),
+            self._title,
+            self._settings,
+            self._state_variable,
         )
-        self._gradcomp = reducer
-        self._filter = LocalVariableFilter(
-            reducer, self._exchanged, self._local, options.scale_local_gradients
-        )
-        if passes > 1:
-            self._pass = self._state_variable("gradcomp_pass", tf.constant(0, tf.int64))
-            zeros = [tf.zeros(v.shape) for v in variables]
-            self._added, self._squared = (
-                [keep_local(self._state_variable(f"gradcomp_{name}", z)) for z in zeros]
-                for name in ("added", "squared")
-            )
-            reducer.sums = [*self._added, *self._squared]
-            self._sums = GradientAccumulation(options, self._pass, self._added, self._squared)
+        self._step_exchange, self._gradcomp = exchange, exchange.reducer
+        # Checkpoints of TensorFlow know variables by the names of these attributes.
+        self._owner, sums = exchange.owner, exchange.sums
+        if sums is not None:
+            self._pass, self._added, self._squared = sums.number, sums.added, sums.squared
 
     @property
     def _settings(self) -> str:
@@ -421,10 +406,8 @@ class DistributedOptimizerMixin(_KerasOptimizer):
         passes, every = self._options.backward_passes_per_step, self._options.verify_every
         return f", backward_passes_per_step={passes}, verify_every={every}"
 
-    def _reduce_before(self, outer: LossScaleOptimizer, reducer: GraphReducer) -> None:
+    def _reduce_before(self, outer: LossScaleOptimizer, exchange: StepExchange) -> None:
         """Reduce gradients before a loss scaler checks that this rank's are finite.
-
-        It would skip the step on some ranks only, while the others wait for them.
 
         Raises:
             ValueError: gradients are accumulated here, which the scaler does not know.
@@ -435,20 +418,10 @@ class DistributedOptimizerMixin(_KerasOptimizer):
                 "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)"
             )
         if self._options.nonfinite is None:  # also where this was built by itself before
-            self._skips = reducer.exchange.undoes = True
-
-        def apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
-            variables = self._given_or_all(trainable_variables)
-            reduced = self._exchange(grads, variables, outer.dynamic_scale)
-            self._reduced_outside = True
-            try:
-                type(outer)._tf_apply(outer, reduced, variables)
-            finally:
-                self._reduced_outside = False
-            self._verify()
-
-        # `apply` builds the scaler, and so this optimizer, before it calls this.
-        outer._tf_apply = apply
+            self._skips = exchange.reducer.exchange.undoes = True
+        self._outer_scaler = loss_scale.OuterScaler(
+            outer, self._exchange, lambda: self._trainable_variables, exchange.verify
+        )
 
     def _state_variable(self, name: str, value: tf.Tensor) -> tf.Variable:
         """Create one of the optimizer's own variables, so that saving the model saves it."""
@@ -468,50 +441,22 @@ class DistributedOptimizerMixin(_KerasOptimizer):
         self._load(store, plain or len(self._plain), same)
 
     def _load(self, store: Mapping[str, Any], plain: int, same: bool) -> None:
-        """Load another optimizer's variables.
-
-        Args:
-            store: the variables, by their place.
-            plain: how many of them are the optimizer's own.
-            same: whether the others are of an exchange like this.
-        """
-
-        def fits(place: int, variable: Any) -> bool:
-            return tuple(store[str(place)].shape) == tuple(variable.shape)
-
-        everything, count = list(self.variables), len(store.keys())
-        pairs = [pair for pair in enumerate(self._plain[:plain]) if fits(*pair)]
-        own = list(enumerate(everything))[len(self._plain) :]
-        same = same and not self._options.hierarchical and count == len(everything)
-        if same and plain == len(self._plain) and all(fits(*pair) for pair in own):
-            pairs += own
-        elif own and count > plain:
-            LOGGER.warning(
-                "what was saved of the exchange is of another compressor or another number of "
-                "ranks, or hierarchical=True: it begins anew"
-            )
-        for place, variable in pairs:
-            variable.assign(store[str(place)])
-        if self._gradcomp is None or int(self._owner) == horovod.rank():
-            return
-        saver = int(self._owner)
-        if horovod.rank() == int(saver == 0):
-            LOGGER.warning(
-                "the optimizer's state was saved by rank %d: what it had kept back is its own, "
-                "other ranks begin with nothing. hvd.save_checkpoint saves what belongs to each",
-                saver,
-            )
-        self.own()
-        self._gradcomp.forget()
+        """Load another optimizer's variables; see `serialization.load_variables`."""
+        same = same and not self._options.hierarchical
+        serialization.load_variables(store, self.variables, len(self._plain), plain, same)
+        if self._step_exchange is not None:
+            self._step_exchange.drop_of_others()
 
     def own(self) -> None:
         """Mark the state as this process's, whose rank may have changed."""
-        if self._gradcomp is not None:
-            self._owner.assign(horovod.rank())
+        if self._step_exchange is not None:
+            self._step_exchange.own()
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Exchange the gradients, then update the variables with the result."""
-        variables = self._given_or_all(trainable_variables)
+        variables = list(
+            self._trainable_variables if trainable_variables is None else trainable_variables
+        )
         if self._refusal:
             raise ValueError(f"this optimizer cannot train: {self._refusal}")
         if not tf.executing_eagerly():
@@ -523,7 +468,8 @@ class DistributedOptimizerMixin(_KerasOptimizer):
                 f"{len(grads)} gradients were given for {len(variables)} variables: pass one for "
                 "each, or None where there is none"
             )
-        if self._gradcomp is None or self._reduced_outside:
+        exchange, outer = self._step_exchange, self._outer_scaler
+        if exchange is None or (outer is not None and outer.is_applying):
             super().apply(grads, trainable_variables)
             return
         scaler = isinstance(self, LossScaleOptimizer)
@@ -531,33 +477,19 @@ class DistributedOptimizerMixin(_KerasOptimizer):
         scale = self.dynamic_scale if scaler else self.loss_scale_factor
         if self._options.backward_passes_per_step == 1:
             self._update(self._exchange(grads, variables, scale), variables)
-            self._verify()
-            return
-        full, moments = self._placed(grads, variables)
-        self._sums.add(full, moments)
+            exchange.verify()
+        else:
+            exchange.accumulate(grads, variables, self._take_moments(), scale, self._update)
 
-        def update() -> None:
-            sampled = moments is not None
-            of_step = self._sums.moments(sampled) if self._moment_source.is_passes else None
-            trained = self._trainable_variables
-            sums = self._sums.sums(full, trained)
-            due = [place for place, total in enumerate(sums) if total is not None]
-            reduced = self._filter.reduce(sums, of_step, scale)
-            places = list(dict.fromkeys((*places_of(self, variables), *due)))
-            self._update([reduced[i] for i in places], [trained[i] for i in places])
-            self._sums.clear(due)
-            self._verify()
-
-        tf.cond(self.pass_of_step == 0, update, lambda: None)
-
-    def _given_or_all(self, variables: Any) -> list[Any]:
-        return list(self._trainable_variables if variables is None else variables)
+    def _take_moments(self) -> list[Any] | None:
+        """Return the moments of samples that were left here, once."""
+        moments, self._moments = self._moments, None
+        return moments
 
     @tf.autograph.experimental.do_not_convert
     def _exchange(self, grads: Sequence[Any], variables: list[Any], scale: Any) -> list[Any]:
-        full, moments = self._placed(grads, variables)
-        reduced = self._filter.reduce(full, moments, scale)
-        return [reduced[i] for i in places_of(self, variables)]
+        assert self._step_exchange is not None
+        return self._step_exchange.reduce(grads, variables, self._take_moments(), scale)
 
     def _update(self, reduced: list[Any], variables: list[Any]) -> None:
         """Apply the result, unless the step is to be skipped and no loss scaler does that."""
@@ -567,33 +499,10 @@ class DistributedOptimizerMixin(_KerasOptimizer):
         else:
             tf.cond(self._gradcomp.finite, lambda: apply(reduced, variables), lambda: None)
 
-    def _placed(
-        self, grads: Sequence[Any], variables: list[Any]
-    ) -> tuple[list[Any], list[Any] | None]:
-        """Return gradients, and the moments that were left here, in the places of all variables."""
-        moments, self._moments = self._moments, None
-        if self._moment_source.decide(moments) != "sample":
-            moments = None
-        full: list[Any] = [None] * len(self._trainable_variables)
-        full_moments = list(full)
-        order = places_of(self, variables)
-        for place, gradient in zip(order, grads):
-            full[place] = gradient
-        for place, moment in zip(order, moments or []):
-            full_moments[place] = moment
-        return full, full_moments if moments else None
-
-    def _verify(self) -> None:
-        reducer, every = self._gradcomp, self._options.verify_every
-        if every and reducer is not None:
-            variables = self.exchanged_variables
-            due = tf.equal(reducer.steps % every, 0)
-            tf.cond(due, lambda: checksums.check(reducer, variables), lambda: None)
-
     @property
     def exchanged_variables(self) -> list[Any]:
         """Return the variables whose gradients are exchanged, in the order of the layers."""
-        return [self._trainable_variables[i] for i in self._exchanged]
+        return [] if self._step_exchange is None else self._step_exchange.exchanged_variables
 
 
 @keras.saving.register_keras_serializable("hvd_gradcomp", "DistributedOptimizer")

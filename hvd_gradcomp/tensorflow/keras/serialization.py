@@ -5,7 +5,7 @@ See the head of `hvd_gradcomp.tensorflow.keras.optimizer`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from hvd_gradcomp import __version__
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.planning import configuration
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
+from hvd_gradcomp.tensorflow.reducer import LOGGER
 
 _OPS = {"Average": horovod.Average, "Sum": horovod.Sum}
 _MARK = "hvd_gradcomp"
@@ -125,3 +126,34 @@ def named(name: str) -> type:
             "decorate its class with @keras.saving.register_keras_serializable()"
         )
     return found
+
+
+def load_variables(
+    store: Mapping[str, Any], variables: Sequence[Any], own: int, plain: int, same: bool
+) -> None:
+    """Load the variables of another optimizer, as far as they fit.
+
+    Args:
+        store: what is loaded, by place.
+        variables: of the optimizer that loads; those of the plain optimizer come first.
+        own: how many of these are the plain optimizer's.
+        plain: the same of what is loaded.
+        same: whether the others are of an exchange like this.
+    """
+
+    def fits(place: int, variable: Any) -> bool:
+        return tuple(store[str(place)].shape) == tuple(variable.shape)
+
+    count, placed = len(store.keys()), list(enumerate(variables))
+    pairs = [pair for pair in placed[:own][:plain] if fits(*pair)]
+    of_exchange = placed[own:]
+    same = same and count == len(variables) and plain == own
+    if same and all(fits(*pair) for pair in of_exchange):
+        pairs += of_exchange
+    elif of_exchange and count > plain:
+        LOGGER.warning(
+            "what was saved of the exchange is of another compressor or another number of "
+            "ranks, or hierarchical=True: it begins anew"
+        )
+    for place, variable in pairs:
+        variable.assign(store[str(place)])

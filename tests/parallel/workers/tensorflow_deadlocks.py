@@ -91,8 +91,23 @@ def slow_rank():
         assert len(tape_hvd.allgather_object(hvd.rank())) == 2
 
 
+def rounds_of(pause, alone=lambda: None):
+    """Rounds with a deadline, in which one rank pauses in its steps, or does something alone."""
+    weight = tf.Variable(tf.ones((4, 2)))
+    local = tape_hvd.LocalSteps([weight], 2, deadline=0.1)
+    local.step()
+    while local.rounds < 2:
+        time.sleep(pause * hvd.rank())
+        if hvd.rank():
+            alone()
+        local.step()
+    local.exchange()
+
+
 CASES = {
     "slow": slow_rank,
+    "slow rounds": lambda: rounds_of(3 * stall_inspector.PATIENCE),
+    "rounds": lambda: rounds_of(0.0, lambda: hvd.allreduce(tf.constant(1.0), name="metric")),
     "metric": metric_after_fit,
     "callback": averaged_metrics,
     "early stopping": stopped_early,

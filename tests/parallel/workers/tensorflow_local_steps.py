@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import keras
@@ -188,6 +189,82 @@ def spoil(variables):
         variables[0].assign(np.full(SHAPES[0], np.nan))
 
 
+def slow_ranks():
+    """Rounds in which the last rank sleeps in each step: steps, rounds, digests, what is lost."""
+    found, pause = {}, 0.15 if hvd.rank() == hvd.size() - 1 else 0.005
+    whole = hvd.ChunkedTopKCompressor(chunk=32, k=2, values="float32", decay=1.0)
+    for compression in (hvd.NoneCompressor(), whole, hvd.Int8Compressor()):
+        variables, total = network(), np.zeros(ENDS[-1])
+        local = hvd.LocalSteps(
+            variables, 8, hvd.OuterSGD(1.0, 0.0), compression, warmup_steps=1, deadline=0.05
+        )
+        while local.rounds < 4:
+            time.sleep(pause)
+            g = numbers(2, hvd.rank(), local.steps_made)
+            total += g
+            pieces = [tf.constant(g[a:b].reshape(s)) for a, b, s in zip(ENDS, ENDS[1:], SHAPES)]
+            update(variables, local.reduce_gradients(pieces))
+            local.step()
+        slowest, rounds = local.steps_made, local.rounds
+        local.exchange()
+        assert local.is_exchanged
+        hvd.verify(local)
+        # The global variables have moved by the mean of all gradients but what is kept for later.
+        kept = residual_of(local)
+        sent = hvd.allreduce(tf.constant(RATE * total - kept), name="sent", op=hvd.Sum).numpy()
+        lost = far(numbers(0) - flat(variables), sent / hvd.size())
+        ends = digest([flat(variables)])
+        found[type(compression).__name__] = slowest, [rounds, local.rounds, ends], lost
+    return found
+
+
+def residual_of(local):
+    (reducer,), kept = local.reducers, np.zeros(ENDS[-1])
+    for bucket in reducer.buckets:
+        residual = bucket.compressor.residual(bucket.state)
+        if residual is not None:
+            names, sizes = [name for name, _, _ in reducer.layers], np.diff(ENDS)
+            at = 0
+            for name in bucket.layout.names:
+                place = names.index(name)
+                kept[ENDS[place] : ENDS[place + 1]] = residual[at : at + sizes[place]].numpy()
+                at += sizes[place]
+    return kept
+
+
+def slow_and_resumed(folder):
+    """Each rank saves after another number of steps of a round, and goes on from there."""
+
+    def start():
+        variables = network()
+        compression = hvd.SparseGDCompressor(density=0.1)
+        return variables, hvd.LocalSteps(variables, 4, compression=compression, deadline=0.1)
+
+    def end(variables, local, rounds=3):
+        while local.rounds < rounds:
+            time.sleep(0.02 * hvd.rank())
+            train(variables, local, 1, local.steps_made + 1)
+        local.exchange()
+        hvd.verify(local)
+        return digest([flat(variables)])
+
+    variables, local = start()
+    train(variables, local, 1 + hvd.rank() % 2)
+    hvd.save_checkpoint(folder, variables=variables, local=local)
+    kept, made = flat(variables), local.steps_made
+    train(variables, local, 1, made + 1)
+    again, other = start()
+    hvd.load_checkpoint(folder, variables=again, local=other)
+    assert (flat(again) == kept).all() and other.steps_made == made
+    other.exchange()  # also where a rank has made no step
+    moved = digest([flat(again)])
+    hvd.load_checkpoint(folder, variables=variables, local=local)  # numbers may be on their way
+    ends = [moved, end(again, other), end(variables, local)]
+    train(variables, local, 1, local.steps_made + 1)
+    hvd.elastic.TensorFlowState(variables, local=local).sync()
+    return [*ends, digest([flat(variables)]), end(variables, local, local.rounds + 2)]
+
+
 # -- Keras ---------------------------------------------------------------------------------------
 
 
@@ -280,6 +357,36 @@ def fit_resumed(folder):
     return end(whole), end(again)
 
 
+def slow_fits():
+    """Steps, and what is equal, of `fit` with a rank that sleeps: until a round, and for epochs."""
+    pause, found = 0.1 if hvd.rank() == hvd.size() - 1 else 0.005, {}
+
+    class Sleep(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            time.sleep(pause)
+
+    class Until(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            self.model.stop_training = callback.local.rounds >= 3
+
+    how = {"outer": hvd.OuterSGD(1.0, 0.0), "deadline": 0.05, "at_epoch_end": True}
+    callback = hvd_keras.callbacks.LocalSteps(4, **how, warmup_steps=2)
+    model = model_of(keras.optimizers.Adam(0.01), steps_per_execution=2)
+    x, y = data(hvd.rank(), 8)
+    endless = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).repeat()
+    rest = [callback, Sleep(), Until(), hvd_keras.callbacks.MetricAverageCallback()]
+    model.fit(endless, steps_per_epoch=1000, epochs=3, callbacks=rest, verbose=0)
+    local = callback.local
+    found["until"] = local.steps_made, [local.rounds, digest(weights(model))]
+    callback = hvd_keras.callbacks.LocalSteps(3, **how)
+    model = model_of(keras.optimizers.Adam(0.01))
+    fit(model, [callback, Sleep(), hvd_keras.callbacks.VerifyCallback(1)], epochs=2)
+    local = callback.local
+    assert local.steps_made == 16
+    found["epochs"] = local.steps_made, [local.rounds, digest(weights(model))]
+    return found
+
+
 # -- what ranks do differently -------------------------------------------------------------------
 
 
@@ -317,6 +424,11 @@ def said(rank):
     return errors_of(
         {
             "every": lambda: loop(4, every=2 + 2 * (rank % 2)),
+            "deadline": lambda: loop(4, every=2, deadline=1.0 + rank),
+            "no deadline": lambda: loop(4, every=2, deadline=None if rank else 2.0),
+            "fit deadline": lambda: fit(
+                model_of("sgd"), [hvd_keras.callbacks.LocalSteps(4, deadline=1.0 + rank)]
+            ),
             "warmup": lambda: loop(4, every=2, warmup_steps=rank),
             "fragments": lambda: loop(4, every=4, fragments=1 + rank % 2),
             "not finite": lambda: loop(2, spoiled=True, every=2),
@@ -347,6 +459,9 @@ def main(folder: str) -> None:
         },
         "consolidated": consolidated(here / "all"),
         "skipped": skipped(),
+        "slow": slow_ranks(),
+        "slow resumed": slow_and_resumed(here / "slow"),
+        "slow fits": slow_fits(),
         "fit papers": fit_against_the_paper(),
         "fits": fits(),
         "fit resumed": fit_resumed(here / "fit"),
