@@ -28,8 +28,10 @@ from hvd_gradcomp.torch.wrapped_optimizer import (
     WrappedOptimizer,
     dense_gradient,
     device_of,
+    loss_of,
     named_of,
     refuse_thawed,
+    thawed,
 )
 
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"  # as PyTorch's Adam calls them
@@ -111,10 +113,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
             NonFiniteGradientError: on all ranks, if a gradient of one of them is not finite; not
                 with nonfinite="skip", nor with a GradScaler: then all ranks skip the step.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self.unscale()
         warm = self.steps_taken < self._warmup_steps
         exchange = self._dense if warm else self._momenta
@@ -138,7 +137,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
 
     def _compare(self, exchange: TensorExchange) -> None:
         known = {p for _, p in self._named}
-        every = self._sync.gather([self.steps_made, self._skipped, self.thawed(known)])
+        every = self._sync.gather([self.steps_made, self._skipped, thawed(self.inner, known)])
         if len({tuple(words[:2]) for words in every.values()}) > 1:
             self._sync.compare_settings(self._settings)
             listed = ", ".join(f"rank {rank} after {made}" for rank, (made, *_) in every.items())
