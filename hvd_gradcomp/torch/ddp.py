@@ -433,8 +433,8 @@ class CompressionState:
 
     def _give(self, buffer: torch.Tensor, pairs: list[Any]) -> None:
         run = self._run
-        run.resume_led()
-        earlier = run.running
+        run.programs.resume_led()
+        earlier = run.programs.running
         for p, gradient in pairs:
             name = self._names.get(p)
             if gradient.is_sparse and name is not None:
@@ -445,7 +445,7 @@ class CompressionState:
             if p not in run.planner.places:
                 raise ValueError(_fixed_by_ddp(f"one of shape {tuple(p.shape)}"))
             run.mark_ready(p, gradient)
-        run.resume_earlier(earlier)
+        run.programs.resume_earlier(earlier)
 
     def _release(self, buffer: torch.Tensor, pairs: list[Any]) -> None:
         """Release a DDP bucket until `_hand_out`, and every `p.grad` that lies in it."""
@@ -474,7 +474,7 @@ class CompressionState:
             raise ValueError(_fixed_by_ddp(", ".join(absent)))
         if planner.arrived is not None and run.steps == 0:
             planner.fix_order()
-        run.drive()
+        run.programs.drive()
         self._rows = {p: wait().coalesce() for p, wait in self._gathering.items()}
         self._gathering.clear()
         bad = [
@@ -482,7 +482,7 @@ class CompressionState:
         ]
         if bad:  # on all ranks, as all have the same rows
             what = f"a rank has a NaN or an infinity in the sparse gradient of {', '.join(bad)}"
-            run.errors.append(NonFiniteGradientError(what))
+            run.programs.errors.append(NonFiniteGradientError(what))
         run.end_exchange()
 
     def _hand_out(self) -> None:

@@ -485,7 +485,7 @@ class ShardedCompression:
             for shard in unit.shards:
                 if shard.name not in self._given and shard.local.numel() and shard.trained:
                     run.mark_ready(shard.local, gradients.get(shard))
-        run.drive()
+        run.programs.drive()
         found: NonFiniteGradientError | None = None
         try:
             run.end_exchange()
