@@ -210,10 +210,3 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
-
-
-def dense_gradient(p: torch.nn.Parameter) -> torch.Tensor:
-    """Return a parameter's gradient; zeros where there is none."""
-    if p.grad is None:
-        return torch.zeros_like(p)
-    return p.grad.to_dense() if p.grad.is_sparse else p.grad

@@ -12,7 +12,7 @@ from hvd_gradcomp.algorithms.local_steps import LocalSchedule
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.torch.bucket import Named
-from hvd_gradcomp.torch.local.averaging import BufferMeans, WarmUp
+from hvd_gradcomp.torch.local.averaging import BufferMeans, mean_exchange
 from hvd_gradcomp.torch.local.comparison import ExchangeComparison
 from hvd_gradcomp.torch.local.fragment import Connect, Fragment, common, make_fragments
 from hvd_gradcomp.torch.local.outer import OuterOptimizer
@@ -20,6 +20,7 @@ from hvd_gradcomp.torch.local.progress import Progress
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.round_clock import RoundClock
 from hvd_gradcomp.torch.tensor_exchange import RankSync, TensorExchange
+from hvd_gradcomp.torch.warmup import WarmUp
 from hvd_gradcomp.torch.wrapped_optimizer import device_of
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -375,14 +376,19 @@ def make_rounds(
         clock: see `Rounds`.
     """
     sync, parameters = RankSync(connect("sync"), device_of(named)), [p for _, p in named]
-    how = outer.compressor, connect, options, settings
+    fragments = make_fragments(
+        named, outer.copies, schedule.fragments, outer.compressor, connect, options, settings
+    )
+    warmup = None
+    if schedule.warmup_steps:
+        warmup = WarmUp(inner, parameters, mean_exchange(named, connect, "warmup"))
     return Rounds(
         schedule,
-        make_fragments(named, outer.copies, schedule.fragments, *how),
+        fragments,
         outer,
         ExchangeComparison(sync, settings, inner, parameters, counts_steps=clock is None),
         [name for name, _ in named],
-        warmup=WarmUp(inner, named, connect) if schedule.warmup_steps else None,
+        warmup=warmup,
         buffers=BufferMeans(buffers, connect) if buffers else None,
         clock=clock,
     )
