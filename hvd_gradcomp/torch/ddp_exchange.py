@@ -59,25 +59,25 @@ class HookExchange:
     @torch.no_grad()
     def take_in(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Take the gradients of one DDP bucket; end the exchange with the last one."""
-        mine = DDPBucket.of(bucket)
+        waiting = DDPBucket.of(bucket)
         first = not self._waiting
         if first:
             self._joined = backward_id() == -1  # `model.join()` calls the hook where no backward is
-        self._waiting.append(mine)
+        self._waiting.append(waiting)
         try:
             if first:
                 self._begin()
             if self._error is None:
-                self._give(mine.pairs)
+                self._give(waiting.pairs)
                 if self._releases:
-                    mine.release()
+                    waiting.release()
             if bucket.is_last() and self._error is None:
                 self._finish()
         except Exception as error:
             self._fail(error)
         if bucket.is_last():
             self._hand_out()
-        return mine.future
+        return waiting.future
 
     def _begin(self) -> None:
         """Begin a step, after a check that all ranks begin the same one.
@@ -92,8 +92,8 @@ class HookExchange:
             )
         run, planner = self._run, self._run.planner
         run.begin_step()
-        mine = [run.steps, int(run.undoes), int(self._joined)]
-        said = self._transport.gather_words(mine, "the beginning of a step")
+        step = [run.steps, int(run.undoes), int(self._joined)]
+        said = self._transport.gather_words(step, "the beginning of a step")
         every = list(said.values())
         # Who has joined has no loss that a GradScaler could have scaled.
         words = {(step, undone) for step, undone, joined in every if not joined}

@@ -76,9 +76,9 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self.schedule, self.deadline = schedule, deadline
         self._skips = nonfinite == "skip"
         named = named_of(optimizer, named_parameters)
-        moves = OuterOptimizer(outer, [p for _, p in named], compression, stock)
-        self.outer = moves.optimizer
-        self.settings = f"{schedule}, outer={moves}, {nonfinite=}, {bucket_bytes=}"
+        outer_optimizer = OuterOptimizer(outer, [p for _, p in named], compression, stock)
+        self.outer = outer_optimizer.optimizer
+        self.settings = f"{schedule}, outer={outer_optimizer}, {nonfinite=}, {bucket_bytes=}"
         clock = None
         if deadline is not None:
             self.settings = f"{self.settings}, {deadline=}"
@@ -88,7 +88,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
             named,
             connect,
             schedule,
-            moves,
+            outer_optimizer,
             ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite=nonfinite, scaler=False),
             self.settings,
             [(name, b) for name, b in named_buffers or () if b.is_floating_point()],

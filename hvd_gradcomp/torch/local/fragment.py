@@ -172,9 +172,9 @@ def make_fragments(
     """
     fragments = []
     for place, part in enumerate(cut([p.numel() for _, p in named], number)):
-        owners, held = [named[at] for at in part], [copies[at] for at in part]
-        shapes = [(name, c) for (name, _), c in zip(owners, held)]
+        owners, own_copies = [named[at] for at in part], [copies[at] for at in part]
+        shapes = [(name, c) for (name, _), c in zip(owners, own_copies)]
         connection = connect(f"local{place}")
         exchange = TensorExchange(shapes, owners, compressor, connection, options, settings)
-        fragments.append(Fragment([p for _, p in owners], held, exchange))
+        fragments.append(Fragment([p for _, p in owners], own_copies, exchange))
     return fragments

@@ -180,8 +180,9 @@ class Rounds:
         clock = self.progress.clock
         clocks = [clock]
         for number, fragment in enumerate(self.fragments):
-            how = number, clock, fragment.exchange
-            states = self._comparison.compare(*how, asked=True, fragment=fragment).values()
+            states = self._comparison.compare(
+                number, clock, fragment.exchange, asked=True, fragment=fragment
+            ).values()
             clocks = [state.clock for state in states]
             if any(state.moved for state in states):
                 fragment.send()
@@ -321,8 +322,8 @@ class Rounds:
         Raises:
             CheckpointError: it was not.
         """
-        mine = {"schedule": repr(self._schedule), "names": self._names}
-        for what, value in mine.items():
+        expected = {"schedule": repr(self._schedule), "names": self._names}
+        for what, value in expected.items():
             found = saved.get(what) if isinstance(saved, dict) else saved
             if found != value:
                 raise CheckpointError(
