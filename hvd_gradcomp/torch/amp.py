@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -132,3 +133,12 @@ def _leave_notes(cls: Any) -> None:
 
 
 _leave_notes(GRAD_SCALER)
+
+
+def unscale(groups: Sequence[dict[str, Any]], scale: torch.Tensor) -> None:
+    """Divide the gradients of parameter groups by the scale of the loss, in place."""
+    factor = scale.double().reciprocal().float()
+    for group in groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                p.grad.mul_(factor.to(p.grad.device))

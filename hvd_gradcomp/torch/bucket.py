@@ -112,6 +112,14 @@ class Bucket:
             self.flat[end:start].zero_()
             end = stop
 
+    def wait_for_streams(self) -> None:
+        """Let the current stream wait for those on which gradients were copied into the bucket."""
+        if self.streams:
+            here = torch.cuda.current_stream(self.flat.device)
+            for stream in self.streams - {here}:
+                here.wait_stream(stream)
+            self.streams.clear()
+
     @property
     def owns_flat(self) -> bool:
         """Return True if nobody else references the memory of `flat`, so that a state may keep it.

@@ -20,7 +20,6 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,16 +33,15 @@ from hvd_gradcomp.monitoring.reports import JSONLines, TensorBoard
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
-from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.runtime.program_runner import Participants
-from hvd_gradcomp.torch import ddp_checkpoint, inspection
-from hvd_gradcomp.torch.autograd_callbacks import after_backward, backward_id
-from hvd_gradcomp.torch.bucket import Named, as_real
+from hvd_gradcomp.torch import ddp_checkpoint, inspection, setup_check
+from hvd_gradcomp.torch.bucket import Named
 from hvd_gradcomp.torch.bucketing import BucketPlanner, layers_of
-from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step, sparse_allreduce
+from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, sparse_allreduce
 from hvd_gradcomp.torch.comm.hosts import participants_among, setting_of
 from hvd_gradcomp.torch.ddp_elastic import Elastic, ElasticState
+from hvd_gradcomp.torch.ddp_exchange import HookExchange
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
 from hvd_gradcomp.torch.moments.tracker import track_moments
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor, take_over_momentum
@@ -283,42 +281,27 @@ class CompressionState:
             f"{backward_passes_per_step=}, {bucket_bytes=}, {nonfinite=}, {rollback=}, "
             f"hierarchical={setting_of(hierarchical)}, {sparse_as_dense=}"
         )
-        every = self._group.gather_objects(
-            {
-                **config_check.describe(
-                    layers_of(named),
-                    compressor,
-                    [] if refused else [bucket.layout for bucket in self._run.buckets],
-                    settings,
-                    framework=f"torch {torch.__version__.partition('+')[0]}",
-                    horovod=self._transport.version,
-                ),
-                "what is refused": str(refused or "nothing"),
-            },
-            config_check.Description,
-        )
-        config_check.agree(every, self._group.ranks)
-        if refused:
-            raise refused
-        self._hooks = _watch_order(self._run.planner)
+        layouts = [] if refused else [bucket.layout for bucket in self._run.buckets]
+        how = layers_of(named), compressor, layouts, settings
+        setup_check.agree(self._group, self._transport, *how, refused)
         if own is not None:
             assert optimizer is not None
             take_over_momentum(optimizer, MomentumTransfer(optimizer, *own), self._run)
-        self._model = weakref.ref(model)
-        self._waiting: list[tuple[Any, torch.Tensor, list[Any]]] = []  # DDP's, in this step
-        self._releases = release_buckets
-        self._sparse = SparseGradients(
+        self._exchange = HookExchange(
             self._run,
-            sparse_allreduce,
-            average=True,
-            as_dense=as_dense,
-            by_default=sparse_as_dense is None,
+            model,
+            self._group,
+            self._transport,
+            SparseGradients(
+                self._run,
+                sparse_allreduce,
+                average=True,
+                as_dense=as_dense,
+                by_default=sparse_as_dense is None,
+            ),
+            {p: name for name, p in (*named, *beside)},
+            releases=release_buckets,
         )
-        self._names = dict((p, name) for name, p in (*named, *beside))
-        self._gathering: dict[torch.nn.Parameter, Callable[[], torch.Tensor]] = {}  # in this step
-        self._rows: dict[torch.nn.Parameter, torch.Tensor] = {}  # reduced, of this step
-        self._error: Exception | None = None
-        self._joined, self._taking_part = False, self._group.size()
         self._said_unsaved = False
         inspection.know(self, self._run)
         if model not in _states:
@@ -374,176 +357,11 @@ class CompressionState:
             )
         return _NoState, ()
 
-    # -- one step ------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def take_in(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Take the gradients of one DDP bucket; end the exchange with the last one."""
-        buffer = bucket.buffer()
-        future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
-        pairs = _gradients(bucket)
-        first = not self._waiting
-        if first:
-            self._joined = backward_id() == -1  # `model.join()` calls the hook where no backward is
-        self._waiting.append((future, buffer, pairs))
-        try:
-            if first:
-                self._begin()
-            if self._error is None:
-                self._give(buffer, pairs)
-                self._release(buffer, pairs)
-            if bucket.is_last() and self._error is None:
-                self._finish()
-        except Exception as error:
-            self._fail(error)
-        if bucket.is_last():
-            self._hand_out()
-        return future
-
-    def _begin(self) -> None:
-        """Begin a step, after a check that all ranks begin the same one.
-
-        Raises:
-            OutOfStepError: on all ranks.
-        """
-        if self._group.closed:
-            raise RuntimeError(
-                "the exchange of an earlier step has failed, and what was kept is lost: start all "
-                "ranks again, from a checkpoint"
-            )
-        run, planner = self._run, self._run.planner
-        run.begin_step()
-        mine = [run.steps, int(run.undoes), int(self._joined)]
-        said = self._transport.gather_words(mine, "the beginning of a step")
-        every = list(said.values())
-        # Who has joined has no loss that a GradScaler could have scaled.
-        words = {(step, undone) for step, undone, joined in every if not joined}
-        if len(words) > 1 or any(step != every[0][0] for step, _, _ in every):
-            raise out_of_step(said)
-        if self._joined:
-            run.follow(any(undone for _, undone in words))
-        self._taking_part = sum(not joined for *_, joined in every)
-        if planner.arrived is not None and run.steps > 0:
-            for handle in self._hooks:
-                handle.remove()
-            orders = self._group.gather_objects(planner.order, list[str])
-            planner.reorder(next(filter(None, orders), []))  # who had joined has seen none
-        if not planner.judged:
-            planner.warn_if_unprofitable()
-
-    def _give(self, buffer: torch.Tensor, pairs: list[Any]) -> None:
-        run = self._run
-        run.resume_led()
-        earlier = run.running
-        for p, gradient in pairs:
-            name = self._names.get(p)
-            if gradient.is_sparse and name is not None:
-                if p not in run.planner.places:
-                    self._gathering[p] = self._sparse.gather(name, gradient.coalesce())
-                    continue
-                gradient = self._sparse.as_dense(name, gradient)
-            if p not in run.planner.places:
-                raise ValueError(_fixed_by_ddp(f"one of shape {tuple(p.shape)}"))
-            run.mark_ready(p, gradient)
-        run.resume_earlier(earlier)
-
-    def _release(self, buffer: torch.Tensor, pairs: list[Any]) -> None:
-        """Release a DDP bucket until `_hand_out`, and every `p.grad` that lies in it."""
-        if not self._releases or buffer.is_sparse:
-            return
-        storage = buffer.untyped_storage()
-        if storage.nbytes() != buffer.nbytes:
-            return
-        if buffer.is_cuda:
-            buffer.record_stream(torch.cuda.current_stream(buffer.device))
-        for p, _ in pairs:
-            if p.grad is not None and p.grad.untyped_storage().data_ptr() == storage.data_ptr():
-                p.grad = None  # DDP sets it when it has the reduced gradient
-        storage.resize_(0)
-
-    def _finish(self) -> None:
-        """Run all programs to their ends, in the same order on all ranks.
-
-        Raises:
-            NonFiniteGradientError: on all ranks.
-            Exception: an error of one of this rank's programs.
-        """
-        run, planner = self._run, self._run.planner
-        absent = [b.layout.names[slot] for b in run.buckets for slot in sorted(b.absent)]
-        if absent:
-            raise ValueError(_fixed_by_ddp(", ".join(absent)))
-        if planner.arrived is not None and run.steps == 0:
-            planner.fix_order()
-        run.drive()
-        self._rows = {p: wait().coalesce() for p, wait in self._gathering.items()}
-        self._gathering.clear()
-        bad = [
-            self._names[p] for p, rows in self._rows.items() if not rows.values().isfinite().all()
-        ]
-        if bad:  # on all ranks, as all have the same rows
-            what = f"a rank has a NaN or an infinity in the sparse gradient of {', '.join(bad)}"
-            run.errors.append(NonFiniteGradientError(what))
-        run.end_exchange()
-
-    def _hand_out(self) -> None:
-        """Return the reduced gradients to DDP; raise an error only after its backward has ended.
-
-        So the model is not left in the middle of a step.
-        """
-        waiting, self._waiting = self._waiting, []
-        error, self._error = self._error, None
-        model = self._model()
-        factor = 1.0
-        if not getattr(model, "_divide_by_initial_world_size", True):  # the user's, of `join`
-            factor = self._group.size() / max(self._taking_part, 1)
-        for future, buffer, pairs in waiting:
-            if not buffer.is_sparse and not buffer.untyped_storage().nbytes():
-                buffer.untyped_storage().resize_(buffer.nbytes)
-            for p, gradient in pairs if error is None else ():
-                gradient.copy_(self._reduced_like(gradient, p))
-                if factor != 1.0:
-                    gradient.mul_(factor)
-                self._run.taken(p)
-            if error is not None:
-                (buffer._values() if buffer.is_sparse else buffer).fill_(float("nan"))
-            future.set_result(buffer)
-        if error is not None:
-            self._run.end_step()
-            self._gathering.clear()
-            self._rows.clear()
-            self._run.sources.forget()
-            self._run.scaling.forget()
-            if self._joined:
-                raise error
-            after_backward(lambda: _raise(error))
-            return
-        self._run.end_step()
-        self._rows.clear()
-        if self._joined or self._run.undone or model is None:
-            return
-        if model.find_unused_parameters or model.static_graph:
-            given = [pair for _, _, pairs in waiting for pair in pairs]
-            dense = [(p, gradient) for p, gradient in given if not gradient.is_sparse]
-            before = [(p, gradient, p.grad, _version(p.grad)) for p, gradient in dense]
-            after_backward(lambda: _deliver(before))
-
-    def _reduced_like(self, gradient: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
-        """Return the reduced gradient of a parameter, sparse if DDP's is sparse."""
-        if p in self._rows:
-            rows = self._rows[p].to(gradient.dtype)
-            if self._run.undone:
-                rows.values().fill_(float("nan"))
-            return rows
-        reduced = self._run.reduced_grad(p)
-        return reduced.to(gradient.dtype).to_sparse(1) if gradient.is_sparse else reduced
-
-    def _fail(self, error: Exception) -> None:
-        """Record an error; close the connections unless all ranks have the same error."""
-        self._error = error
-        if not isinstance(error, (NonFiniteGradientError, OutOfStepError)):
-            self._group.hang_up()
-
     # -- what it keeps, and what it has done ---------------------------------------------------
+
+    def take_in(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Take the gradients of one DDP bucket; see `HookExchange.take_in`."""
+        return self._exchange.take_in(bucket)
 
     @property
     def steps(self) -> int:
@@ -593,25 +411,6 @@ class CompressionState:
         ddp_checkpoint.load(self._run, saved)
 
 
-def _gradients(bucket: dist.GradBucket) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Return each parameter of a DDP bucket with its gradient, a view of the bucket.
-
-    The bucket has complex gradients as real ones of shape [..., 2]; `gradients()` ignores that.
-    """
-    buffer, parameters = bucket.buffer(), bucket.parameters()
-    if buffer.is_sparse:  # of one parameter, and `gradients()` has none
-        return [(parameters[0], buffer)]
-    if not any(p.is_complex() for p in parameters):
-        return list(zip(parameters, bucket.gradients()))
-    pairs, start = [], buffer.storage_offset()
-    for p in parameters:
-        real = as_real(p.detach())
-        view = buffer.as_strided(real.shape, real.stride(), start)
-        pairs.append((p, torch.view_as_complex(view) if p.is_complex() else view))
-        start += real.numel()
-    return pairs
-
-
 def _reduced(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the (name, parameter) pairs that DDP reduces."""
     ignored = set(getattr(model, "parameters_to_ignore", ()))
@@ -630,30 +429,6 @@ def _tables(model: DistributedDataParallel) -> set[torch.nn.Parameter]:
         for p in module.parameters(recurse=False):
             found.setdefault(p, table)  # DDP looks at the first module that has it
     return {p for p, is_table in found.items() if is_table}
-
-
-def _fixed_by_ddp(which: str) -> str:
-    return (
-        "DistributedDataParallel and ddp.compress saw other parameters that require a gradient: "
-        f"{which}. Freeze and thaw layers before DistributedDataParallel(model), and build both "
-        "anew to change them"
-    )
-
-
-def _watch_order(planner: BucketPlanner) -> list[Any]:
-    """Register hooks that record the order of the layers in the first backward."""
-    alive = weakref.ref(planner)
-
-    def seen(name: str) -> Any:
-        def hook(_: torch.Tensor) -> None:
-            there = alive()
-            if there is not None and there.arrived is not None:
-                there.arrived.append(name)
-
-        return hook
-
-    named = [] if planner.ordered else planner.named_parameters
-    return [p.register_hook(seen(name)) for name, p in named]
 
 
 class _Given:
@@ -687,30 +462,3 @@ class _Given:
                 f"of giving ddp.hook a compressor. It is {compressor}"
             )
         return compressor
-
-
-def _version(gradient: torch.Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version
-
-
-@torch.no_grad()
-def _deliver(before: Sequence[tuple[Any, torch.Tensor, torch.Tensor | None, int]]) -> None:
-    """Set the reduced gradients of layers that no rank has used, which DDP does not.
-
-    So residuals of such layers are applied. Without one, such a layer has no gradient, as in DDP.
-
-    Args:
-        before: parameter, its reduced gradient, its `grad` before the end of backward, and the
-            version of that.
-    """
-    for p, reduced, gradient, version in before:
-        if p.grad is not gradient or _version(p.grad) != version or not reduced.any():
-            continue
-        if gradient is None:
-            p.grad = reduced.clone(memory_format=torch.preserve_format)
-        else:
-            gradient.copy_(reduced)
-
-
-def _raise(error: Exception) -> None:
-    raise error

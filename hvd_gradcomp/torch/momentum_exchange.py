@@ -10,7 +10,6 @@ compressor in the place of the sign.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,20 +19,20 @@ from hvd_gradcomp.algorithms.dense import NoneCompressor, as_compressor
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.torch.fixed_variance import FixedVarianceAdam
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 from hvd_gradcomp.torch.tensor_exchange import Connection, RankSync, TensorExchange
+from hvd_gradcomp.torch.warmup import WarmUp
 from hvd_gradcomp.torch.wrapped_optimizer import (
     KEPT,
     WrappedOptimizer,
-    dense_gradient,
     device_of,
+    loss_of,
     named_of,
     refuse_thawed,
+    thawed,
 )
-
-_FIRST, _SECOND = "exp_avg", "exp_avg_sq"  # as PyTorch's Adam calls them
-_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 
 
 class MomentumExchangeOptimizer(WrappedOptimizer):
@@ -70,7 +69,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         nonfinite: str | None = None,
     ) -> None:
         super().__init__(optimizer)
-        _require_adam(optimizer)
+        self._adam = FixedVarianceAdam(optimizer, warmup_steps)
         validate.count("warmup_steps", warmup_steps, low=1)
         if nonfinite not in (None, "raise", "skip"):
             raise ValueError(
@@ -96,7 +95,8 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
             return TensorExchange(self._named, self._named, what, connect(name), options, settings)
 
         self._sync = RankSync(connect("sync"), device_of(self._named))
-        self._dense = exchange("gradients", NoneCompressor())
+        parameters = [p for _, p in self._named]
+        self._warmup = WarmUp(optimizer, parameters, exchange("gradients", NoneCompressor()))
         self._momenta = exchange("momenta", compressor)
         self.steps_made = self._skipped = 0
 
@@ -111,17 +111,11 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
             NonFiniteGradientError: on all ranks, if a gradient of one of them is not finite; not
                 with nonfinite="skip", nor with a GradScaler: then all ranks skip the step.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self.unscale()
         warm = self.steps_taken < self._warmup_steps
-        exchange = self._dense if warm else self._momenta
-        self._compare(exchange)
-        with torch.no_grad():
-            exchange.start(self._gradients() if warm else self._local_momenta())
-            means = exchange.finish()
+        self._compare(self._warmup.exchange if warm else self._momenta)
+        means = self._warmup.average() if warm else self._average_momenta()
         self.steps_made += 1
         if means is None:
             self._skipped += 1
@@ -131,14 +125,19 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
                 )
             return loss
         if warm:
-            self._step_dense(means)
+            self._warmup.step(means)
         else:
-            self._update(means)
+            self._adam.update({p: mean for (_, p), mean in zip(self._named, means)})
         return loss
+
+    @torch.no_grad()
+    def _average_momenta(self) -> list[torch.Tensor] | None:
+        self._momenta.start(self._adam.local_momenta([p for _, p in self._named]))
+        return self._momenta.finish()
 
     def _compare(self, exchange: TensorExchange) -> None:
         known = {p for _, p in self._named}
-        every = self._sync.gather([self.steps_made, self._skipped, self.thawed(known)])
+        every = self._sync.gather([self.steps_made, self._skipped, thawed(self.inner, known)])
         if len({tuple(words[:2]) for words in every.values()}) > 1:
             self._sync.compare_settings(self._settings)
             listed = ", ".join(f"rank {rank} after {made}" for rank, (made, *_) in every.items())
@@ -149,64 +148,11 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         refuse_thawed({rank: words[2] for rank, words in every.items()})
         exchange.agree()
 
-    def _gradients(self) -> list[torch.Tensor]:
-        return [dense_gradient(p) for _, p in self._named]
-
-    def _local_momenta(self) -> list[torch.Tensor]:
-        """Return this rank's gradients, added to the momenta that all ranks have."""
-        groups = {p: group for group in self.param_groups for p in group["params"]}
-        found = []
-        for _, p in self._named:
-            gradient, group = dense_gradient(p), groups[p]
-            if p.requires_grad and not _decoupled(self.inner, group):
-                gradient = gradient.add(p, alpha=float(group["weight_decay"]))
-            found.append(torch.lerp(self._moments(p)[_FIRST], gradient, 1.0 - group["betas"][0]))
-        return found
-
-    def _moments(self, p: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """Return the inner optimizer's state of a parameter, zeros where it has none yet."""
-        state: dict[str, torch.Tensor] = self.state[p]
-        if _FIRST not in state:
-            state["step"] = torch.tensor(0.0)
-            state[_FIRST], state[_SECOND] = torch.zeros_like(p), torch.zeros_like(p)
-        return state
-
-    def _step_dense(self, means: list[torch.Tensor]) -> None:
-        for (_, p), mean in zip(self._named, means):
-            if p.requires_grad:
-                p.grad = mean.to(p.dtype, copy=True)
-        self.inner.step()
-
-    @torch.no_grad()
-    def _update(self, means: list[torch.Tensor]) -> None:
-        momenta = {p: mean for (_, p), mean in zip(self._named, means)}
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p in momenta and p.requires_grad:
-                    self._update_one(p, group, momenta[p])
-
-    def _update_one(
-        self, p: torch.nn.Parameter, group: dict[str, Any], momentum: torch.Tensor
-    ) -> None:
-        """Update a parameter as Adam does, with the exchanged momentum and the fixed variance."""
-        state = self._moments(p)
-        (b1, b2), lr = group["betas"], float(group["lr"])
-        state["step"] += 1
-        state[_FIRST].copy_(momentum)
-        if _decoupled(self.inner, group):
-            p.mul_(1.0 - lr * group["weight_decay"])
-        first = 1.0 - b1 ** float(state["step"])
-        second = math.sqrt(1.0 - b2**self._warmup_steps)
-        root = state[_SECOND].sqrt().div_(second).add_(group["eps"])
-        # Without a second moment what a quantizer adds would be divided by epsilon.
-        root.masked_fill_(state[_SECOND] == 0, math.inf)
-        p.addcdiv_(state[_FIRST], root, value=-lr / first)
-
     # -- what it keeps, and what it has done ---------------------------------------------------
 
     @property
     def exchanges(self) -> tuple[list[TensorExchange], list[TensorExchange]]:
-        return [self._momenta], [self._dense]
+        return [self._momenta], [self._warmup.exchange]
 
     @property
     def steps_taken(self) -> int:
@@ -221,7 +167,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
             "steps": self.steps_made,
             "skipped": self._skipped,
             "warmup_steps": self._warmup_steps,
-            "gradients": self._dense.save(mode),
+            "gradients": self._warmup.exchange.save(mode),
             "momenta": self._momenta.save(mode),
         }
         return {**self.inner.state_dict(), KEPT: kept}
@@ -240,7 +186,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
                     f"the state was saved with warmup_steps={found}, and here it is "
                     f"{self._warmup_steps}"
                 )
-            self._dense.load(kept["gradients"])
+            self._warmup.exchange.load(kept["gradients"])
             self._momenta.load(kept["momenta"])
         self.load_inner(state_dict)
         self.load_rounds(state_dict)
@@ -252,26 +198,3 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
             return
         steps = [int(self.state[p]["step"]) for _, p in self._named if "step" in self.state[p]]
         self.steps_made, self._skipped = min(steps, default=0), 0
-
-
-def _require_adam(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer is Adam or AdamW, with options that a fixed variance allows.
-
-    Raises:
-        TypeError: it is another one.
-        ValueError: it keeps the largest variance, or maximizes.
-    """
-    if not isinstance(optimizer, _ADAMS):
-        raise TypeError(
-            "MomentumExchange takes torch.optim.Adam or AdamW, got "
-            f"{type(optimizer).__name__}: with SGD give DistributedOptimizer a compressor that "
-            "corrects momentum, such as DGCCompressor()"
-        )
-    for group in optimizer.param_groups:
-        wrong = [name for name in ("amsgrad", "maximize", "capturable") if group.get(name)]
-        if wrong:
-            raise ValueError(f"MomentumExchange does not take Adam with {wrong[0]}=True")
-
-
-def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hvd_gradcomp.torch.reducer import Backend
+from hvd_gradcomp.torch.comm.backend import Backend
 from hvd_gradcomp.torch.tensor_exchange import Connection
 
 

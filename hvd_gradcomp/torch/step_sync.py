@@ -377,11 +377,11 @@ class ConfigCheck:
                 title = f"{transport.name}.{what}"
                 work = transport.allreduce(Allreduce(everybody), title, process_set)
                 while not work.ready():
-                    if not reducer.poll():
+                    if not reducer.programs.poll():
                         yield
                 return transport.wait(work).tolist()
         except transport.failure:
-            reducer.poll()
-            if reducer.errors:  # which name what was on its way
-                raise reducer.errors[0] from None
+            reducer.programs.poll()
+            if reducer.programs.errors:  # which name what was on its way
+                raise reducer.programs.errors[0] from None
             raise

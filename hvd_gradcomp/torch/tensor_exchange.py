@@ -21,8 +21,9 @@ from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.runtime.stall_inspector import StallChannel
 from hvd_gradcomp.torch.bucket import Named
 from hvd_gradcomp.torch.bucketing import BucketPlanner
+from hvd_gradcomp.torch.comm.backend import Backend
 from hvd_gradcomp.torch.options import ExchangeOptions
-from hvd_gradcomp.torch.reducer import Backend, Reducer
+from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.step_sync import ConfigCheck
 
 
@@ -192,7 +193,7 @@ class TensorExchange:
         """
         reducer = self.reducer
         try:
-            reducer.drive()
+            reducer.programs.drive()
             reducer.end_exchange()
         except NonFiniteGradientError:
             reducer.end_step()

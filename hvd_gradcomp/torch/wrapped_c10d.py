@@ -12,7 +12,8 @@ from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule, check_dea
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch import ddp_checkpoint
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
-from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer, Outer
+from hvd_gradcomp.torch.local.outer import Outer
+from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.tensor_exchange import Connection

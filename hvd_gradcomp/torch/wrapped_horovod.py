@@ -15,7 +15,8 @@ from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch import checkpoint
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.grad_synchronizer import synchronizer_of
-from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer, Outer
+from hvd_gradcomp.torch.local.outer import Outer
+from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer
 from hvd_gradcomp.torch.tensor_exchange import Connection

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from hvd_gradcomp.monitoring.stats import CompressionStats, combined
+from hvd_gradcomp.torch.amp import unscale
 from hvd_gradcomp.torch.bucket import Named
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.tensor_exchange import TensorExchange
@@ -114,11 +115,6 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         """Load the inner optimizer's state alone."""
         self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != KEPT})
 
-    def thawed(self, known: Collection[torch.nn.Parameter]) -> int:
-        """Return the number of parameters that train now, and are not among the known ones."""
-        groups = self.param_groups
-        return sum(p.requires_grad and p not in known for g in groups for p in g["params"])
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
 
@@ -148,11 +144,7 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         """Unscale gradients as a GradScaler asks for it; return True if it has found infinities."""
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
-            factor = scale.double().reciprocal().float()
-            for group in self.param_groups:
-                for p in group["params"]:
-                    if p.grad is not None:
-                        p.grad.mul_(factor.to(p.grad.device))
+            unscale(self.param_groups, scale)
         return found is not None and bool(found)
 
 
@@ -188,6 +180,12 @@ def device_of(named: Named) -> torch.device:
     return next((p.device for _, p in named), torch.device("cpu"))
 
 
+def thawed(optimizer: torch.optim.Optimizer, known: Collection[torch.nn.Parameter]) -> int:
+    """Return the number of parameters that train now, and are not among the known ones."""
+    groups = optimizer.param_groups
+    return sum(p.requires_grad and p not in known for g in groups for p in g["params"])
+
+
 def refuse_thawed(counts: Mapping[int, int]) -> None:
     """Raise an error, on all ranks, if parameters have thawed on one of them.
 
@@ -206,8 +204,9 @@ def refuse_thawed(counts: Mapping[int, int]) -> None:
         )
 
 
-def dense_gradient(p: torch.nn.Parameter) -> torch.Tensor:
-    """Return a parameter's gradient; zeros where there is none."""
-    if p.grad is None:
-        return torch.zeros_like(p)
-    return p.grad.to_dense() if p.grad.is_sparse else p.grad
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return the loss that a closure computes, whose gradients are then there; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -29,10 +29,11 @@ from hvd_gradcomp.planning.worth import idle
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.bucketing import BucketPlanner
+from hvd_gradcomp.torch.comm.backend import Backend
 from hvd_gradcomp.torch.comm.horovod import TITLES, HorovodBackend, complete
 from hvd_gradcomp.torch.moments import tracker
 from hvd_gradcomp.torch.options import ExchangeOptions
-from hvd_gradcomp.torch.reducer import Backend, Reducer
+from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.step_sync import ConfigCheck
 from hvd_gradcomp.tuning.models import Model, ModelError, shapes
 
@@ -560,10 +561,10 @@ def alone(
             bucket, _ = reducer.planner.places[p]
             work[bucket.name][0] += time.perf_counter() - start
             asks[bucket.name] += transport.take()
-        while running := reducer.running:
+        while running := reducer.programs.running:
             for bucket in running:
                 start, waited = time.perf_counter(), transport.waited
-                reducer.resume([bucket])
+                reducer.programs.resume([bucket])
                 spent = time.perf_counter() - start - (transport.waited - waited)
                 work[bucket.name].append(spent)
                 asks[bucket.name] += transport.take()

@@ -81,7 +81,7 @@ def flat(tensors):
 
 
 def globals_of(optimizer):
-    return flat(c for fragment in optimizer._fragments for c in fragment.copies)
+    return flat(c for fragment in optimizer._rounds.fragments for c in fragment.copies)
 
 
 def trained(size, steps, *how, **more):
@@ -285,7 +285,7 @@ def test_resumes_to_the_bit(schedule, cut_at):
         net, optimizer, _ = whole(rank, cut_at, None)
         saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
         train(rank, net, optimizer, 2, cut_at + 1)  # saving has changed nothing
-        for fragment in optimizer._fragments:
+        for fragment in optimizer._rounds.fragments:
             fragment.exchange.abort()
         net, optimizer, states = whole(rank, 16 - cut_at, saved)
         return net.flat(), globals_of(optimizer), states
@@ -409,7 +409,7 @@ def test_parameters_that_are_not_finite():
         kept = [x.clone() for b in optimizer.reducers[0].buckets for _, x in leaves(b.state)]
         with torch.no_grad():
             net.b[0, 0] = float("nan") if rank.rank == 1 else net.b[0, 0]
-            optimizer._fragments[0].versions = None
+            optimizer._rounds.fragments[0].versions = None
         train(rank, net, optimizer, 2, 3)
         now = [x for b in optimizer.reducers[0].buckets for _, x in leaves(b.state)]
         assert all(map(torch.equal, kept, now))
@@ -529,7 +529,7 @@ def test_half_precision_has_global_parameters_in_float32():
             for p in net.parameters():
                 p.grad = torch.ones_like(p)
             optimizer.step()
-        assert optimizer._fragments[0].copies[0].dtype == torch.float32
+        assert optimizer._rounds.fragments[0].copies[0].dtype == torch.float32
         return net.a.detach().float().numpy()
 
     first, second = run(2, work)
@@ -545,7 +545,7 @@ def test_half_precision_takes_nothing_back():
         for p in net.parameters():
             p.grad = torch.zeros_like(p)
         optimizer.step()
-        (fragment,) = optimizer._fragments
+        (fragment,) = optimizer._rounds.fragments
         with torch.no_grad():
             for c in fragment.copies:
                 c.add_(1e-4)

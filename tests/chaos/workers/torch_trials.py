@@ -160,7 +160,7 @@ def damaged(trial: Trial) -> str:
     model, optimizer = build()
     train(model, optimizer, 2)
     engine = optimizer._gradcomp
-    submit = engine._submit
+    submit = engine.programs._submit
 
     def tampered(bucket, request):
         if hvd.rank() == FAULTY and not trial.made and request.tensor.numel() > 40:
@@ -168,7 +168,7 @@ def damaged(trial: Trial) -> str:
             request.tensor[40] ^= 8
         return submit(bucket, request)
 
-    engine._submit = tampered
+    engine.programs._submit = tampered
     train(model, optimizer, 2)
     return replicas(model)
 

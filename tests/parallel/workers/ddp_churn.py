@@ -73,13 +73,14 @@ def plant(
 
         setattr(thing, name, dies)
 
-    fragments, (warmup, *_) = optimizer._fragments, [optimizer._warmup, None]
+    rounds = optimizer._rounds
+    fragments, warmup = rounds.fragments, rounds.warmup
     places = {
         "in the exchange": (fragments[-1].exchange, "finish"),  # it has sent part of what it has
         "before it confirms": (state, "confirm"),
         "after it has confirmed": (state, "confirm", True),
         "between exchanges": (optimizer, "zero_grad"),
-        "in the warm-up": (warmup, "finish"),
+        "in the warm-up": (warmup and warmup.exchange, "finish"),
         "while it is given the state": (state, "_hand_out"),
         "before it connects": (elastic._rendezvous, "store_of"),
         "while it connects": (state.group, "reopen"),

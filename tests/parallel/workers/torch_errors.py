@@ -43,14 +43,14 @@ def damaged_payload():
     model = nn.Linear(3, 200)  # large enough for payloads
     optimizer = make(model)
     engine = optimizer._gradcomp
-    submit = engine._submit
+    submit = engine.programs._submit
 
     def tampered(bucket, request):
         if hvd.rank() == 1:
             request.tensor[40] ^= 8
         return submit(bucket, request)
 
-    engine._submit = tampered
+    engine.programs._submit = tampered
     before = model.weight.detach().clone()
     try:
         model(torch.ones(2, 3)).sum().backward()
@@ -176,7 +176,7 @@ class Flipping:
 def flipped_sum():
     optimizer = make(model := nn.Linear(3, 200), compression=hvd.NoneCompressor())
     engine = optimizer._gradcomp
-    submit = engine._submit
+    submit = engine.programs._submit
 
     def tampered(bucket, request):
         sent = submit(bucket, request)
@@ -184,7 +184,7 @@ def flipped_sum():
             return sent._replace(pending=Flipping(sent.pending))
         return sent
 
-    engine._submit = tampered
+    engine.programs._submit = tampered
     two_steps(optimizer, model, lambda: None)
     optimizer.zero_grad()
     model(torch.ones(2, 3)).sum().backward()

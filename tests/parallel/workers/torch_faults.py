@@ -21,7 +21,7 @@ STEP = 5
 def killed(optimizer):
     """Dies in the middle of an exchange: its payload of one bucket has travelled, others not."""
     engine = optimizer._gradcomp
-    submit, count = engine._submit, [0]
+    submit, count = engine.programs._submit, [0]
 
     def dies(bucket, request):
         count[0] += 1
@@ -30,7 +30,7 @@ def killed(optimizer):
             os.kill(os.getpid(), signal.SIGKILL)
         return submit(bucket, request)
 
-    engine._submit = dies
+    engine.programs._submit = dies
 
 
 def late(optimizer):
@@ -39,7 +39,7 @@ def late(optimizer):
     Horovod's thread lets go of the first payload meanwhile, and must not need the GIL for it.
     """
     engine = optimizer._gradcomp
-    submit, count = engine._submit, [0]
+    submit, count = engine.programs._submit, [0]
 
     def enqueues(bucket, request):
         count[0] += 1
@@ -48,20 +48,20 @@ def late(optimizer):
             ctypes.PyDLL(None).usleep(1_000_000)
         return submit(bucket, request)
 
-    engine._submit = enqueues
+    engine.programs._submit = enqueues
 
 
 def damaged(optimizer):
     """What arrives at this rank, and at no other, is not what was sent."""
     engine = optimizer._gradcomp
-    wait = engine._wait
+    wait = engine.programs._wait
 
     def tampered(bucket):
         reply = wait(bucket)
         reply.view(-1)[20] ^= 8  # in the header of rank 0
         return reply
 
-    engine._wait = tampered
+    engine.programs._wait = tampered
 
 
 class Fails(torch.autograd.Function):

@@ -1,0 +1,180 @@
+"""Fragment of a model: parameters that are exchanged together, and their global copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvd_gradcomp.algorithms.local_steps import cut
+from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.torch.bucket import Named
+from hvd_gradcomp.torch.options import ExchangeOptions
+from hvd_gradcomp.torch.tensor_exchange import Connection, TensorExchange
+from hvd_gradcomp.torch.traffic import sum_of_bits
+
+_PRIME = 2**31 - 1
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # dtypes of global copies
+
+Connect = Callable[[str], Connection]  # returns the connection of one exchange, by its name
+
+
+@dataclass
+class Fragment:
+    """Parameters that are exchanged together.
+
+    Attributes:
+        parameters: of the model.
+        copies: the global parameters, in float32 if the model's are narrower.
+        exchange: of the pseudogradients.
+        sent: pseudogradients that travel; None if none do.
+        versions: of the model's parameters since the global ones were applied; None after a step.
+        moved: this rank's parameters are not the global ones.
+    """
+
+    parameters: list[torch.nn.Parameter]
+    copies: list[torch.nn.Parameter]
+    exchange: TensorExchange
+    sent: list[torch.Tensor] | None = None
+    versions: list[int] | None = None
+    moved: bool = False
+
+    def pseudogradients(self) -> list[torch.Tensor]:
+        """Return the global parameters minus those of this rank; zeros where nothing trains.
+
+        In the model's precision, with which the ranks began: what only the copies can express is
+        not taken back.
+        """
+        return [
+            c.detach().to(p.dtype).to(c.dtype) - p.detach()
+            if p.requires_grad
+            else torch.zeros_like(c)
+            for c, p in zip(self.copies, self.parameters)
+        ]
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Start the exchange of the pseudogradients."""
+        self.sent = self.pseudogradients()
+        self.exchange.start(self.sent)
+
+    def receive(self) -> list[torch.Tensor] | None:
+        """End the exchange; return the mean pseudogradients, None if it was undone on all ranks."""
+        self.sent = None
+        return self.exchange.finish()
+
+    def drop(self) -> None:
+        """Drop what travels; the compressor's state is as before."""
+        self.exchange.abort()
+        self.sent = None
+
+    @torch.no_grad()
+    def take_copies(self) -> None:
+        """Set the global parameters to those of this rank."""
+        for c, p in zip(self.copies, self.parameters):
+            c.copy_(p)
+        self.versions = None
+
+    def hand_out(self, blend: float) -> None:
+        """Set this rank's parameters to the global ones, blended with its own."""
+        for c, p in zip(self.copies, self.parameters):
+            if blend:
+                p.copy_(blend * p + (1.0 - blend) * c)
+            else:
+                p.copy_(c)
+        self.moved = bool(blend)
+        self.versions = None if blend else [p._version for p in self.parameters]
+
+    def begin_step(self) -> None:
+        """Take what was set since the last step, by a load say: parameters, or what travels."""
+        if self.versions is not None and self.versions != [p._version for p in self.parameters]:
+            self.take_copies()
+        self.versions = None
+        if self.sent is not None and not self.exchange.started:
+            self.exchange.start(self.sent)
+
+    def digest(self) -> int:
+        """Return a checksum of the global parameters."""
+        return int(sum(sum_of_bits(c) % _PRIME for c in self.copies)) % _PRIME
+
+    def save(self, mode: str) -> dict[str, Any]:
+        """Return the state; with mode="consolidated" what any number of ranks loads."""
+        saved = {
+            "global": [c.detach().clone() for c in self.copies],
+            "local": [p.detach().clone() for p in self.parameters],
+            "moved": self.moved,
+            "sent": None if self.sent is None else [x.clone() for x in self.sent],
+            "exchange": self.exchange.save(mode),
+        }
+        return common(saved) if mode == "consolidated" else saved
+
+    @torch.no_grad()
+    def load(self, saved: dict[str, Any], started: bool) -> None:
+        """Load a state of `save`, but what the compressor keeps.
+
+        Args:
+            saved: of any rank; one that is not this rank's own gives the global parameters.
+            started: set the model's parameters as well: the training had begun.
+        """
+        own = self._is_own(saved)
+        self.exchange.abort()
+        for c, value in zip(self.copies, saved["global"]):
+            c.copy_(value)
+        self.sent, self.versions = None, None
+        self.moved = own and saved["moved"]
+        if own and saved["sent"] is not None:
+            self.sent = [x.to(c.device) for x, c in zip(saved["sent"], self.copies)]
+        if started:
+            for p, value in zip(self.parameters, saved["local"] if own else saved["global"]):
+                p.copy_(value)
+
+    def _is_own(self, saved: dict[str, Any]) -> bool:
+        """Return True if a state was saved by this rank, with its own parameters."""
+        process_set = self.exchange.reducer.participants.process_set
+        return saved["local"] is not None and saved["exchange"]["rank"] == process_set.rank()
+
+
+def common(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a fragment's saved state without what belongs to one rank between two exchanges."""
+    return {**saved, "local": None, "sent": None}
+
+
+def wide(x: torch.Tensor) -> torch.nn.Parameter:
+    """Return zeros of a tensor's shape, in float32 if it is narrower."""
+    zeros = torch.zeros_like(x, dtype=_WIDE.get(x.dtype, x.dtype), requires_grad=False)
+    return torch.nn.Parameter(zeros)
+
+
+def make_fragments(
+    named: Named,
+    copies: Sequence[torch.nn.Parameter],
+    number: int,
+    compressor: Compressor,
+    connect: Connect,
+    options: ExchangeOptions,
+    settings: str,
+) -> list[Fragment]:
+    """Cut a model into fragments of about as many elements each.
+
+    Args:
+        named: (name, parameter) of all that is exchanged.
+        copies: the global parameters, in the same order.
+        number: of the fragments.
+        compressor: of the pseudogradients.
+        connect: returns the connection of each exchange.
+        options: of the exchanges.
+        settings: that must be equal on all ranks.
+
+    Raises:
+        ValueError: there are fewer parameters than fragments; the compressor cannot take them.
+    """
+    fragments = []
+    for place, part in enumerate(cut([p.numel() for _, p in named], number)):
+        owners, own_copies = [named[at] for at in part], [copies[at] for at in part]
+        shapes = [(name, c) for (name, _), c in zip(owners, own_copies)]
+        connection = connect(f"local{place}")
+        exchange = TensorExchange(shapes, owners, compressor, connection, options, settings)
+        fragments.append(Fragment([p for _, p in owners], own_copies, exchange))
+    return fragments

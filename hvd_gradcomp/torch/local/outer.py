@@ -1,0 +1,91 @@
+"""Outer optimizer, which moves the global parameters by the mean pseudogradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hvd_gradcomp.algorithms.local_steps import OuterSGD
+from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.torch.local.fragment import Fragment, wide
+from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor
+
+Outer = Any  # OuterSGD, or a function that makes an optimizer from a list of parameters
+
+
+class OuterOptimizer:
+    """Outer optimizer, whose momentum the compressor of the pseudogradients may take over.
+
+    Args:
+        outer: its settings, or what makes it from the list of global parameters.
+        parameters: of the model, whose values the ranks begin with.
+        compression: of the pseudogradients.
+        stock: Horovod's `Compression`, if there is Horovod.
+
+    Raises:
+        TypeError: `outer` makes no optimizer, or `compression` is no compressor.
+        ValueError: the momentum cannot be taken over.
+
+    Attributes:
+        copies: the global parameters, zero at first, in float32 if the model's are narrower.
+        optimizer: PyTorch's, over the global parameters.
+        compressor: of the pseudogradients, with its momentum decided.
+    """
+
+    def __init__(
+        self, outer: Outer, parameters: Sequence[torch.Tensor], compression: Any, stock: Any
+    ) -> None:
+        self.copies = [wide(p) for p in parameters]
+        self.optimizer = _optimizer_of(outer, list(self.copies))
+        self.compressor: Compressor
+        self.compressor, own = resolve_compressor(compression, self.optimizer, stock)
+        self._transfer = None if own is None else MomentumTransfer(self.optimizer, *own)
+
+    def __repr__(self) -> str:
+        """Describe the options, which must be equal on all ranks."""
+        groups = self.optimizer.param_groups
+        options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        return f"{type(self.optimizer).__name__}({options})"
+
+    def step(self, fragment: Fragment, means: Sequence[torch.Tensor]) -> None:
+        """Move a fragment's global parameters by its mean pseudogradients."""
+        for c, p, mean in zip(fragment.copies, fragment.parameters, means):
+            c.grad = mean if p.requires_grad else None
+        if self._transfer is not None:
+            self._transfer.check()
+            self._transfer.decay()
+        with torch.enable_grad():
+            self.optimizer.step()
+        for c in fragment.copies:
+            c.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, with the momentum that was taken over."""
+        state = self.optimizer.state_dict()
+        return state if self._transfer is None else self._transfer.restored(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a state of `state_dict`."""
+        self.optimizer.load_state_dict(state)
+        if self._transfer is not None:
+            self._transfer.take()
+
+
+def _optimizer_of(outer: Outer, copies: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Return the optimizer over the global parameters.
+
+    Raises:
+        TypeError: it is neither settings nor something that makes an optimizer.
+    """
+    if isinstance(outer, OuterSGD):
+        nesterov = bool(outer.nesterov)
+        return torch.optim.SGD(copies, outer.lr, outer.momentum, nesterov=nesterov)
+    made = outer(copies) if callable(outer) else None
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(
+            "outer= takes OuterSGD(lr=..., momentum=...), or a function that makes a "
+            f"torch.optim.Optimizer from a list of parameters, got {outer!r}"
+        )
+    return made
