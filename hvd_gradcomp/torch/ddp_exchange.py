@@ -7,8 +7,8 @@ Its collectives are matched by order, so they are requested at the same places o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,96 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.torch.autograd_callbacks import after_backward, backward_id
+from hvd_gradcomp.torch.bucket import as_real
 from hvd_gradcomp.torch.bucketing import BucketPlanner
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step
-from hvd_gradcomp.torch.ddp_buckets import DDPBucket, deliver
 from hvd_gradcomp.torch.reducer import Reducer
-from hvd_gradcomp.torch.sparse_grads import GatheredRows, SparseGradients
+from hvd_gradcomp.torch.sparse_grads import SparseGradients
 from hvd_gradcomp.torch.step_sync import OutOfStepError
+
+# Parameter, its reduced gradient, its `grad` before the end of backward, and the version of that.
+BeforeDelivery = tuple[torch.nn.Parameter, torch.Tensor, Optional[torch.Tensor], int]
+
+
+class DDPBucket(NamedTuple):
+    """Bucket that a hook was called with.
+
+    Attributes:
+        future: gets the reduced bucket.
+        buffer: the gradients, flat; or a sparse one.
+        pairs: each parameter with its gradient, a view of the buffer.
+    """
+
+    future: Any
+    buffer: torch.Tensor
+    pairs: list[tuple[torch.nn.Parameter, torch.Tensor]]
+
+    @classmethod
+    def of(cls, bucket: dist.GradBucket) -> DDPBucket:
+        """Return the bucket of a hook's call."""
+        buffer = bucket.buffer()
+        future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+        return cls(future, buffer, _gradients(bucket))
+
+    def before(self) -> list[BeforeDelivery]:
+        """Return each dense gradient with what its parameter has before the end of backward."""
+        dense = [(p, gradient) for p, gradient in self.pairs if not gradient.is_sparse]
+        return [(p, gradient, p.grad, _version(p.grad)) for p, gradient in dense]
+
+    def release(self) -> None:
+        """Release the memory until `allocate`, and every `p.grad` that lies in it."""
+        if self.buffer.is_sparse:
+            return
+        buffer, storage = self.buffer, self.buffer.untyped_storage()
+        if storage.nbytes() != buffer.nbytes:
+            return
+        if buffer.is_cuda:
+            buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        for p, _ in self.pairs:
+            if p.grad is not None and p.grad.untyped_storage().data_ptr() == storage.data_ptr():
+                p.grad = None  # DDP sets it when it has the reduced gradient
+        storage.resize_(0)
+
+    def allocate(self) -> None:
+        """Allocate the memory if it was released."""
+        if not self.buffer.is_sparse and not self.buffer.untyped_storage().nbytes():
+            self.buffer.untyped_storage().resize_(self.buffer.nbytes)
+
+    def fill(self, value: float) -> None:
+        """Set all gradients to a value."""
+        (self.buffer._values() if self.buffer.is_sparse else self.buffer).fill_(value)
+
+
+class GatheredRows:
+    """Rows of sparse gradients that have no bucket, in one step.
+
+    Args:
+        sparse: gathers them.
+    """
+
+    def __init__(self, sparse: SparseGradients) -> None:
+        self._sparse = sparse
+        self._pending: dict[torch.nn.Parameter, Callable[[], torch.Tensor]] = {}
+        self._rows: dict[torch.nn.Parameter, torch.Tensor] = {}
+
+    def gather(self, p: torch.nn.Parameter, name: str, rows: torch.Tensor) -> None:
+        """Start to gather the rows of a parameter."""
+        self._pending[p] = self._sparse.gather(name, rows)
+
+    def wait(self) -> list[torch.nn.Parameter]:
+        """Wait for the rows of all ranks; return the parameters for which they are not finite."""
+        self._rows = {p: wait().coalesce() for p, wait in self._pending.items()}
+        self._pending.clear()
+        return [p for p, rows in self._rows.items() if not rows.values().isfinite().all()]
+
+    def reduced(self, p: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return the rows of a parameter, if they were gathered."""
+        return self._rows.get(p)
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self._pending.clear()
+        self._rows.clear()
 
 
 class HookExchange:
@@ -182,11 +266,11 @@ class HookExchange:
             return
         if model.find_unused_parameters or model.static_graph:
             before = [pair for bucket in waiting for pair in bucket.before()]
-            after_backward(lambda: deliver(before))
+            after_backward(lambda: _deliver(before))
 
     def _reduced_like(self, gradient: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
         """Return the reduced gradient of a parameter, sparse if DDP's is sparse."""
-        rows = self._rows.reduced(p)
+        rows = self._rows.reduced(p) if gradient.is_sparse else None
         if rows is not None:
             rows = rows.to(gradient.dtype)
             if self._run.undone:
@@ -200,6 +284,47 @@ class HookExchange:
         self._error = error
         if not isinstance(error, (NonFiniteGradientError, OutOfStepError)):
             self._group.hang_up()
+
+
+def _gradients(bucket: dist.GradBucket) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    """Return each parameter of a DDP bucket with its gradient, a view of the bucket.
+
+    The bucket has complex gradients as real ones of shape [..., 2]; `gradients()` ignores that.
+    """
+    buffer, parameters = bucket.buffer(), bucket.parameters()
+    if buffer.is_sparse:  # of one parameter, and `gradients()` has none
+        return [(parameters[0], buffer)]
+    if not any(p.is_complex() for p in parameters):
+        return list(zip(parameters, bucket.gradients()))
+    pairs, start = [], buffer.storage_offset()
+    for p in parameters:
+        real = as_real(p.detach())
+        view = buffer.as_strided(real.shape, real.stride(), start)
+        pairs.append((p, torch.view_as_complex(view) if p.is_complex() else view))
+        start += real.numel()
+    return pairs
+
+
+@torch.no_grad()
+def _deliver(before: Sequence[BeforeDelivery]) -> None:
+    """Set the reduced gradients of layers that no rank has used, which DDP does not.
+
+    So residuals of such layers are applied. Without one, such a layer has no gradient, as in DDP.
+
+    Args:
+        before: of each bucket.
+    """
+    for p, reduced, gradient, version in before:
+        if p.grad is not gradient or _version(p.grad) != version or not reduced.any():
+            continue
+        if gradient is None:
+            p.grad = reduced.clone(memory_format=torch.preserve_format)
+        else:
+            gradient.copy_(reduced)
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
 
 
 def _fixed_by_ddp(which: str) -> str:

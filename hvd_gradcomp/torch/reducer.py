@@ -20,12 +20,11 @@ from hvd_gradcomp.runtime import stats
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch.amp import GradScalerAdapter
 from hvd_gradcomp.torch.bucket import Bucket, Named, as_real
-from hvd_gradcomp.torch.bucket_programs import BucketPrograms
+from hvd_gradcomp.torch.bucket_programs import BucketPrograms, TrafficCounter
 from hvd_gradcomp.torch.bucketing import BucketPlanner
 from hvd_gradcomp.torch.comm.backend import Backend
 from hvd_gradcomp.torch.moments.sources import Sources
 from hvd_gradcomp.torch.options import ExchangeOptions
-from hvd_gradcomp.torch.traffic import TrafficCounter
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 

@@ -69,38 +69,6 @@ class SparseGradients:
         return self._sum_rows(rows, name, group, self._average, traffic)
 
 
-class GatheredRows:
-    """Rows of sparse gradients that have no bucket, in one step.
-
-    Args:
-        sparse: gathers them.
-    """
-
-    def __init__(self, sparse: SparseGradients) -> None:
-        self._sparse = sparse
-        self._pending: dict[torch.nn.Parameter, Callable[[], torch.Tensor]] = {}
-        self._rows: dict[torch.nn.Parameter, torch.Tensor] = {}
-
-    def gather(self, p: torch.nn.Parameter, name: str, rows: torch.Tensor) -> None:
-        """Start to gather the rows of a parameter."""
-        self._pending[p] = self._sparse.gather(name, rows)
-
-    def wait(self) -> list[torch.nn.Parameter]:
-        """Wait for the rows of all ranks; return the parameters for which they are not finite."""
-        self._rows = {p: wait().coalesce() for p, wait in self._pending.items()}
-        self._pending.clear()
-        return [p for p, rows in self._rows.items() if not rows.values().isfinite().all()]
-
-    def reduced(self, p: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return the rows of a parameter, if they were gathered."""
-        return self._rows.get(p)
-
-    def clear(self) -> None:
-        """Forget the step."""
-        self._pending.clear()
-        self._rows.clear()
-
-
 def no_rows(p: torch.nn.Parameter) -> torch.Tensor:
     """Return a sparse gradient of zero: no rows."""
     shape = (0, *p.shape[1:])

@@ -11,9 +11,9 @@ import torch
 from hvd_gradcomp.algorithms.local_steps import cut
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.torch.bucket import Named
+from hvd_gradcomp.torch.bucket_programs import sum_of_bits
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.tensor_exchange import Connection, TensorExchange
-from hvd_gradcomp.torch.traffic import sum_of_bits
 
 _PRIME = 2**31 - 1
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # dtypes of global copies
