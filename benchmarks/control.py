@@ -36,7 +36,7 @@ def torch_steps(compressor: Compressor) -> tuple[Any, dict[str, Step]]:
     from torch import nn
 
     import hvd_gradcomp.torch as hvd
-    from hvd_gradcomp.torch import grad_synchronizer, traffic
+    from hvd_gradcomp.torch import grad_synchronizer, reducer
 
     torch.set_num_threads(1)
     x = torch.randn(BATCH, SHAPES[0][0])
@@ -53,7 +53,7 @@ def torch_steps(compressor: Compressor) -> tuple[Any, dict[str, Step]]:
             with ExitStack() as stack:
                 if without:
                     for module, name, value in (
-                        (traffic, "sum_of_bits", nothing),
+                        (reducer, "sum_of_bits", nothing),
                         (grad_synchronizer, "digest_of", 0),
                     ):
                         stack.enter_context(mock.patch.object(module, name, lambda _, v=value: v))
