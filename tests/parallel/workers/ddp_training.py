@@ -99,7 +99,7 @@ def every_method():
         *ONE_OF_TODAY,
         *PRODUCTS,
         *ROBUST,
-        *BALANCED,
+        *BALANCED[::2],
     ]:
         model, state = wrapped(compression)
         start = vector(model)

@@ -175,7 +175,15 @@ def gradients(model):
 
 
 def every_method():
-    for compression in [*ONE_OF_EACH, GRADIVEQ, LGC, *ONE_OF_TODAY, *PRODUCTS, *ROBUST, *BALANCED]:
+    for compression in [
+        *ONE_OF_EACH,
+        GRADIVEQ,
+        LGC,
+        *ONE_OF_TODAY,
+        *PRODUCTS,
+        *ROBUST,
+        *BALANCED[1::2],
+    ]:
         model, state = wrapped(compression, bucket_bytes=4000)
         start = vector(model)
         train(model, torch.optim.AdamW(model.parameters(), 0.01), STEPS)
