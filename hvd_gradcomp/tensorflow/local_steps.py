@@ -242,7 +242,8 @@ class LocalSteps(tf.Module):
             steps: made since the last call. What was due in between is exchanged now.
 
         Raises:
-            OutOfStepError: on all ranks, if they have made different numbers of steps.
+            OutOfStepError: on all ranks, if they have made different numbers of steps, without a
+                deadline.
             DivergedError: on all ranks, if their global variables differ.
             MismatchError: on all ranks, in the first exchange, if they train different models.
             NonFiniteGradientError: on all ranks, if the variables of one of them are not finite;

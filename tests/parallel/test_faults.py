@@ -95,7 +95,7 @@ def test_tensorflow_finds_differences(tmp_path):
 DEADLOCKS = {
     "slow": ("", ""),
     "slow rounds": ("", ""),
-    "rounds": ("clock", "allreduce (metric)"),
+    "rounds": (".clock.0", "allreduce"),
     "metric": (".step", "allreduce"),
     "callback": (".step", "allreduce (metric.loss)"),
     "early stopping": (".step", "allgather (after fit.sz)"),

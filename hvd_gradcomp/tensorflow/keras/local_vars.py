@@ -6,10 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from hvd_gradcomp.tensorflow.gradients import poisoned, times
-from hvd_gradcomp.tensorflow.reducer import GraphReducer
 from hvd_gradcomp.tensorflow.variables import keep_own, plain_variable
 
 
@@ -61,36 +58,3 @@ def local_places(
             "as it is, without hvd.DistributedOptimizer"
         )
     return local
-
-
-class LocalVariableFilter:
-    """Exchange of the gradients that are not this rank's alone.
-
-    Args:
-        reducer: the reducer.
-        exchanged, local: places.
-        scale_local: whether local gradients are divided by the number of ranks.
-    """
-
-    def __init__(
-        self,
-        reducer: GraphReducer,
-        exchanged: Sequence[int],
-        local: frozenset[int],
-        scale_local: bool,
-    ) -> None:
-        self._reducer, self._exchanged, self._local = reducer, list(exchanged), local
-        self._scale_local = scale_local
-
-    def reduce(self, full: list[Any], moments: list[Any] | None, scale: Any) -> list[Any]:
-        """Exchange the gradients that are not local, among those of all variables."""
-        shared = [full[i] for i in self._exchanged]
-        if self._local:
-            shared = poisoned(shared, [full[i] for i in self._local])
-            moments = moments and [moments[i] for i in self._exchanged]
-        reduced = dict(zip(self._exchanged, self._reducer.reduce(shared, moments, scale)))
-        ranks = self._reducer.process_set.size() if self._scale_local else 1
-        return [
-            reduced[i] if i in reduced else times(gradient, tf.constant(1.0 / ranks))
-            for i, gradient in enumerate(full)
-        ]

@@ -12,8 +12,8 @@ from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layers import tables_of
 from hvd_gradcomp.tensorflow import checksums
 from hvd_gradcomp.tensorflow.buckets import MakeVariable
+from hvd_gradcomp.tensorflow.gradients import poisoned, times
 from hvd_gradcomp.tensorflow.keras.accumulation import GradientAccumulation, MomentSource
-from hvd_gradcomp.tensorflow.keras.local_vars import LocalVariableFilter
 from hvd_gradcomp.tensorflow.layers import named_layers
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.reducer import LOGGER, GraphReducer
@@ -52,6 +52,7 @@ class StepExchange:
     ) -> None:
         self._variables, self._places_of, self._options = list(variables), places_of, options
         self._exchanged = [i for i in range(len(variables)) if i not in local]
+        self._local = local
         self._moments = MomentSource(compressor, options)
         named, passes = named_layers(variables), options.backward_passes_per_step
         layers = [named[i] for i in self._exchanged]
@@ -66,9 +67,6 @@ class StepExchange:
             settings=settings,
             make_variable=make_variable,
             tables=[] if passes > 1 else tables_of(layers),
-        )
-        self._filter = LocalVariableFilter(
-            self.reducer, self._exchanged, local, options.scale_local_gradients
         )
         self.sums: GradientAccumulation | None = None
         if passes > 1:
@@ -116,7 +114,7 @@ class StepExchange:
             scale: of the loss; None without one.
         """
         full, of_samples = self._placed(grads, variables, moments)
-        reduced = self._filter.reduce(full, of_samples, scale)
+        reduced = self._reduce(full, of_samples, scale)
         return [reduced[i] for i in self._places_of(variables)]
 
     def accumulate(
@@ -143,13 +141,26 @@ class StepExchange:
             of_step = sums.moments(sampled) if self._moments.is_passes else None
             totals = sums.totals(full, self._variables)
             due = [place for place, total in enumerate(totals) if total is not None]
-            reduced = self._filter.reduce(totals, of_step, scale)
+            reduced = self._reduce(totals, of_step, scale)
             places = list(dict.fromkeys((*self._places_of(variables), *due)))
             update([reduced[i] for i in places], [self._variables[i] for i in places])
             sums.clear(due)
             self.verify()
 
         tf.cond(sums.pass_of_step == 0, exchange, lambda: None)
+
+    def _reduce(self, full: list[Any], moments: list[Any] | None, scale: Any) -> list[Any]:
+        """Exchange the gradients that do not stay on this rank, among those of all variables."""
+        shared = [full[i] for i in self._exchanged]
+        if self._local:
+            shared = poisoned(shared, [full[i] for i in self._local])
+            moments = moments and [moments[i] for i in self._exchanged]
+        reduced = dict(zip(self._exchanged, self.reducer.reduce(shared, moments, scale)))
+        ranks = self.reducer.process_set.size() if self._options.scale_local_gradients else 1
+        return [
+            reduced[i] if i in reduced else times(gradient, tf.constant(1.0 / ranks))
+            for i, gradient in enumerate(full)
+        ]
 
     def verify(self) -> None:
         """Compare the ranks' variables, after as many exchanges as the options say."""
