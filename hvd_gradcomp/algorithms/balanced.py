@@ -355,6 +355,7 @@ def balanced(
         TypeError: the compressor is none, or a partition; `balanced` goes around its compressors.
         ValueError: it is no such method, or another argument is out of range.
 
+    >>> from hvd_gradcomp import StromCompressor
     >>> balanced(StromCompressor(tau=0.01))
     balanced(StromCompressor(tau=0.01), 'auto', 'float32', slack=1.25)
     """
