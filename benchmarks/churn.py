@@ -38,6 +38,7 @@ from hvd_gradcomp import Int8Compressor, OuterSGD
 from hvd_gradcomp.torch import ddp, rendezvous
 
 LOCAL_STEPS, BATCH = 15, 32
+GLOO_TIMEOUT = 6  # seconds, over Horovod
 
 
 class Log:
@@ -204,7 +205,9 @@ class HorovodRanks:
         command += ["--min-np", "1", "--max-np", str(ranks), "--network-interface", "lo"]
         command += ["--host-discovery-script", str(script), *options]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        self._job = subprocess.Popen(command, start_new_session=True, **quiet)
+        # Ranks that are no neighbours of a dead one wait for so long; Horovod's own is 30.
+        variables = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(GLOO_TIMEOUT), **os.environ}
+        self._job = subprocess.Popen(command, start_new_session=True, env=variables, **quiet)
 
     def _hosts(self) -> None:
         names = NAMES[self._kills : self._kills + self._ranks]
