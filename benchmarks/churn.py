@@ -38,7 +38,7 @@ from hvd_gradcomp import Int8Compressor, OuterSGD
 from hvd_gradcomp.torch import ddp, rendezvous
 
 LOCAL_STEPS, BATCH = 15, 32
-GLOO_TIMEOUT = 6  # seconds, over Horovod
+GLOO_TIMEOUT = 5  # seconds, over Horovod
 
 
 class Log:
