@@ -33,8 +33,8 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 
-CODINGS = ("float32", "bfloat16")
-EXCHANGES = ("auto", "two_shot")
+_CODINGS = ("float32", "bfloat16")
+_EXCHANGES = ("auto", "two_shot")
 _SIZE, _SHARE = 1 << 20, 100  # "auto" compares what a bucket of this size sends, one element in 100
 
 
@@ -62,8 +62,8 @@ class Balanced(Composite):
     in_common = frozenset({"knots", "ladder"})
 
     def __post_init__(self) -> None:
-        validate.one_of(self, "exchange", EXCHANGES)
-        validate.one_of(self, "values", CODINGS)
+        validate.one_of(self, "exchange", _EXCHANGES)
+        validate.one_of(self, "values", _CODINGS)
         validate.real(self, "slack", low=1, closed="[")
         if not isinstance(self.inner, SparseCompressor):
             raise ValueError(
@@ -182,13 +182,13 @@ class Balanced(Composite):
             finite, gradient, moment = ops.check_finite_with(gradient, moment)
             extra = {**extra, "moment": moment}
         if finite is False:  # the others learn of it, and this rank's state does not change
-            chosen, inner, wanted = ops.clear(gradient), state.inner, 0
+            contribution, inner, wanted = ops.clear(gradient), state.inner, 0
         else:
             alone = context._replace(rank=0, size=1, prescale=1.0, postscale=1.0)
             alone = alone._replace(owns_gradient=False)
             method = _among(self.method, ranks)
             program = method.aggregate(ops, alone, gradient, state.inner, **extra)
-            chosen, inner = yield from _alone(program)
+            contribution, inner = yield from _alone(program)
             wanted = ops.sum(inner.sent - state.inner.sent)
             wanted = ops.staged(wanted) if ops.dynamic_shapes else wanted
         schedule = self.schedule(layout, ranks)
@@ -197,10 +197,10 @@ class Balanced(Composite):
         number, digest = self.algorithm, self.digest(layout)
         step = context.step % (1 << 32)
         header = wire.Header(number, digest, step, level.index, wanted, wanted, finite)
-        by_sum = partial(self.sum_all, ops, context, header, chosen, state)
+        by_sum = partial(self.sum_all, ops, context, header, contribution, state)
         if not schedule.capacities:
             return (yield from by_sum())
-        by_owners = partial(self.by_owners, ops, context, header, chosen, state, level)
+        by_owners = partial(self.by_owners, ops, context, header, contribution, state, level)
         return (yield Switch(ops.pick(level.dense, 1, 0), (by_owners, by_sum)))
 
     def by_owners(
@@ -227,7 +227,7 @@ class Balanced(Composite):
         result = owners.commit(ops, context, chosen.there, state.r, done.sent, done.left)
         memory, r, per_layer = result
         total = ops.clear_last(ops.add_at(ops.clear(memory), *done.total))
-        sent, ladder = state.sent + per_layer, _needing(ops, state.ladder, done.header)
+        sent, ladder = state.sent + per_layer, patterns.needing(ops, state.ladder, done.header)
         state = BalancedState(state.inner, r, done.knots, ladder, sent, chosen.hint)
         return total, state
 
@@ -248,7 +248,7 @@ class Balanced(Composite):
         total = yield from patterns.allreduce_bucket(ops, context, r * weight)
         total = patterns.check_sum(ops, total)
         sent = state.sent + ops.words(context.layout.sizes)
-        ladder = _needing(ops, state.ladder, header)
+        ladder = patterns.needing(ops, state.ladder, header)
         return total, state._replace(r=ops.clear(r), ladder=ladder, sent=sent)
 
     # -- reports -------------------------------------------------------------------------------
@@ -288,12 +288,6 @@ def _among(method: SparseCompressor, ranks: int) -> SparseCompressor:
     limits = {name: norm / ranks**0.5 for name, norm in norms.items() if norm is not None}
     changed: SparseCompressor = replace(method, **limits)  # type: ignore[type-var]
     return changed
-
-
-def _needing(ops: Ops, ladder: CapacityState, header: wire.Header) -> CapacityState:
-    """Return the ladder with the capacity that the ranks needed."""
-    needed = ops.stage(ops.max(header.wanted)) if header.needed is None else header.needed
-    return ladder._replace(needed=needed)
 
 
 def _alone(program: Program) -> Program:

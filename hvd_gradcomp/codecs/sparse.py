@@ -256,7 +256,7 @@ def allgather(level: CapacityLevel, inputs: StepInputs) -> Program:
     )
     weights = patterns.weights_of(ops, context, header)
     total = codec.decode_sum(ops, context.layout, Payloads(level, bodies, weights), gradient)
-    return total, _needing(ops, state, header)
+    return total, state._replace(ladder=patterns.needing(ops, state.ladder, header))
 
 
 def summed(level: CapacityLevel, inputs: StepInputs) -> Program:
@@ -276,7 +276,7 @@ def summed(level: CapacityLevel, inputs: StepInputs) -> Program:
     weight, body = weights[context.rank : context.rank + 1], ops.reshape(encoded.body, (1, -1))
     x = codec.decode_sum(ops, context.layout, Payloads(level, body, weight), gradient)
     total = patterns.check_sum(ops, (yield from patterns.allreduce_bucket(ops, context, x)))
-    return total, _needing(ops, state, header)
+    return total, state._replace(ladder=patterns.needing(ops, state.ladder, header))
 
 
 def _encoded(
@@ -319,9 +319,3 @@ def _gathered(
         raise
     encoded.commit()
     return header, bodies
-
-
-def _needing(ops: Ops, state: SparseState, header: wire.Header) -> SparseState:
-    """Return the state with the capacity that the ranks needed."""
-    needed = ops.stage(ops.max(header.wanted)) if header.needed is None else header.needed
-    return state._replace(ladder=state.ladder._replace(needed=needed))

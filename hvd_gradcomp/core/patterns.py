@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from hvd_gradcomp.core import wire
+from hvd_gradcomp.core.capacity import CapacityState
 from hvd_gradcomp.core.collectives import Allreduce, Broadcast, Switch
 from hvd_gradcomp.core.compressor import Compressor, Context
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
@@ -94,6 +95,12 @@ def weights_of(ops: Ops, context: Context, header: wire.Header) -> Tensor:
     if header.intact is None:
         return ops.full((context.size,), weight, "float32")
     return ops.weigh(weight, header.intact)
+
+
+def needing(ops: Ops, ladder: CapacityState, header: wire.Header) -> CapacityState:
+    """Return the ladder with the capacity that the ranks needed in this step."""
+    needed = ops.stage(ops.max(header.wanted)) if header.needed is None else header.needed
+    return ladder._replace(needed=needed)
 
 
 def from_leader(
