@@ -228,7 +228,12 @@ def _section(found: Found, figures: Path, length: str) -> str:
 
 
 # By task.
-SCORES = {"images": "{:.2f} %", "text": "{:.2f}", "transformer": "{:.3f}"}
+SCORES = {
+    "images": "{:.2f} %",
+    "text": "{:.2f}",
+    "transformer": "{:.3f}",
+    "transformer-1": "{:.3f}",
+}
 
 
 def _cells(found: Found, row: Row) -> list[str]:

@@ -26,10 +26,12 @@ class Row:
         title: what the page calls it.
         compressor: an expression of hvd_gradcomp's names. `{0}`, `{1}` are steps of its phases.
         paper: what the paper has in its place.
-        task: "images", "text" or "transformer".
+        task: "images", "text", "transformer" (embeddings of standard deviation 0.02) or
+            "transformer-1" (of 1, PyTorch's own).
         optimizer: "sgd" (with momentum), "plain" (SGD without), "adam" or "adamw".
-        schedule: of the learning rate: "halved" at each fifth, "constant", or "corrected" as in
-            Kuang et al. 2019, section IV.B.
+        schedule: of the learning rate: "halved" at each fifth, "constant", "cosine" (a tenth of the
+            steps of linear warm-up, then down to a tenth of the rate), or "corrected" as in Kuang
+            et al. 2019, section IV.B.
         moments: whether the moments of single samples are tracked.
         phases: where one phase of the compressor ends and the next begins, as shares of all steps.
         watch: what looks at the gradients, a name of `watching.WATCHES`.

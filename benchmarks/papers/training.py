@@ -118,20 +118,32 @@ class Transformer(Text):
 
     decay = 0.01
     window, windows = 32, BATCH // 4
+    embeddings = 0.02  # standard deviation
 
     def model(self) -> nn.Module:
         model = GPT(words=ALPHABET, length=self.window)
-        nn.init.normal_(model.words.weight, std=0.02)
-        nn.init.normal_(model.places.weight, std=0.02)
+        nn.init.normal_(model.words.weight, std=self.embeddings)
+        nn.init.normal_(model.places.weight, std=self.embeddings)
         return model
 
     def score(self, model: nn.Module) -> float:
         return self._measured(model, self.test[0])[0]
 
 
+class WideTransformer(Transformer):
+    """Transformer with embeddings as PyTorch initializes them."""
+
+    embeddings = 1.0
+
+
 MOMENTUM = {"sgd": 0.9, "plain": 0.0}
 OPTIMIZERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-TASKS: dict[str, Any] = {"images": Images, "text": Text, "transformer": Transformer}
+TASKS: dict[str, Any] = {
+    "images": Images,
+    "text": Text,
+    "transformer": Transformer,
+    "transformer-1": WideTransformer,
+}
 
 
 def _mine(part: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -188,6 +200,9 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
             if step in halved:
                 for group in optimizer.param_groups:
                     group["lr"] /= 2
+            if row.schedule == "cosine":
+                for group in optimizer.param_groups:
+                    group["lr"] = row.rate * cosine(step, scale.steps)
             if watch is not None:
                 watch.before(step, loss_now)
             optimizer.zero_grad()
@@ -262,6 +277,19 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
             "seen": watch.result() if watch is not None else None,
         }
     )
+
+
+def cosine(step: int, steps: int) -> float:
+    """Return the factor of the rate: linear warm-up for a tenth of the steps, cosine to a tenth.
+
+    >>> [round(cosine(step, 100), 2) for step in (0, 9, 10, 55, 99)]
+    [0.1, 1.0, 1.0, 0.55, 0.1]
+    """
+    warmup = max(1, steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return 0.55 + 0.45 * math.cos(math.pi * done)
 
 
 def _rounded(value: Any) -> Any:

@@ -7,13 +7,15 @@ the global parameters, and all ranks go on from these.
 
 Sources: Douillard et al. 2023 (DiLoCo), Algorithm 1; Douillard et al. 2025 (Streaming DiLoCo),
 Algorithm 2, for fragments and overlap; Sarfi et al. 2025 (SparseLoCo), Algorithm 1; Lin et al. 2020
-(post-local SGD) for the steps that are exchanged one by one at the beginning.
+(post-local SGD) for the steps that are exchanged one by one at the beginning. `LocalSteps` averages
+by default, as in McMahan et al. 2017 (FedAvg), which needs no tuning: DiLoCo's outer momentum does.
 
 Here is what a step is due to do, and the outer optimizer's settings. The frontends run it.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -21,6 +23,9 @@ from typing import Any
 
 from hvd_gradcomp.algorithms.chunked_topk import ChunkedTopKCompressor
 from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.compressor import Compressor
+
+LOGGER = logging.getLogger("hvd_gradcomp")
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,29 @@ class OuterSGD:
             raise ValueError("OuterSGD: nesterov=True needs a momentum above 0")
 
 
-DILOCO = OuterSGD()
+AVERAGING = OuterSGD(lr=1.0, momentum=0.0)
+"""Averages the ranks' parameters; the default of `LocalSteps`."""
+
+DILOCO = OuterSGD(lr=0.7, momentum=0.9)
 """Settings of Douillard et al. 2023: Nesterov's momentum 0.9, learning rate 0.7."""
+
+
+def warn_without_warmup(momentum: float, compressor: Compressor, warmup_steps: int) -> None:
+    """Log a warning if an outer momentum begins with the first step of a training.
+
+    Args:
+        momentum: of the outer optimizer.
+        compressor: of the pseudogradients, which may apply a momentum in its place.
+        warmup_steps: dense first steps.
+    """
+    applied = momentum or (compressor.correction or (0.0, False))[0]
+    if applied and not warmup_steps:
+        LOGGER.warning(
+            "an outer momentum of %g with warmup_steps=0: a model that was not trained before can "
+            "end far behind dense gradients. Give warmup_steps=100 or more, as diloco() does, or "
+            "average parameters: leave outer= and the compressor's momentum= out",
+            applied,
+        )
 
 
 @dataclass(frozen=True)
@@ -171,16 +197,24 @@ def cut(sizes: Sequence[int], fragments: int) -> list[range]:
     return [range(a, b) for a, b in zip(starts, [*starts[1:], len(sizes)])]
 
 
-def diloco(every: int = 30) -> dict[str, Any]:
+def diloco(every: int = 30, warmup_steps: int = 100) -> dict[str, Any]:
     """Return the arguments of `LocalSteps` for DiLoCo: dense, outer Nesterov of 0.7 and 0.9.
 
     Douillard et al. 2023 exchange every 500 steps of a large training; shorter ones need shorter
-    rounds.
+    rounds. They begin with a pretrained model. Here the first steps average gradients instead:
+    without them the momentum harms a model with small embeddings for good (docs/fewer-exchanges.md
+    has the trainings).
 
-    >>> diloco(every=100)
-    {'every': 100, 'outer': OuterSGD(lr=0.7, momentum=0.9, nesterov=True), 'compression': None}
+    Args:
+        every: steps between two exchanges.
+        warmup_steps: dense first steps; 0 for a model that was trained before.
+
+    >>> sorted(diloco(every=100))
+    ['compression', 'every', 'outer', 'warmup_steps']
+    >>> diloco()["outer"], diloco()["warmup_steps"]
+    (OuterSGD(lr=0.7, momentum=0.9, nesterov=True), 100)
     """
-    return {"every": every, "outer": DILOCO, "compression": None}
+    return {"every": every, "outer": DILOCO, "compression": None, "warmup_steps": warmup_steps}
 
 
 def sparse_loco(every: int = 15, chunk: int = 4096, k: int = 64) -> dict[str, Any]:
@@ -193,4 +227,4 @@ def sparse_loco(every: int = 15, chunk: int = 4096, k: int = 64) -> dict[str, An
     OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
     """
     compressor = ChunkedTopKCompressor(chunk=chunk, k=k, values="int2", decay=0.95)
-    return {"every": every, "outer": OuterSGD(1.0, 0.0), "compression": compressor}
+    return {"every": every, "outer": AVERAGING, "compression": compressor}

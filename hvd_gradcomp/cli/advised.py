@@ -67,7 +67,7 @@ def recommended_local_steps(choice: dict[str, Any]) -> str:
     """Recommend local steps."""
     low, _, high = choice["steps_needed"]
     return (
-        f"Or exchange seldom: LocalSteps(every={choice['every']}, outer=OuterSGD(1, 0)) with "
+        f"Or exchange seldom: LocalSteps(every={choice['every']}) with "
         f"{_written(choice['use'])}: a step takes {_span(choice['step_span_ms'], 'ms')} in the "
         f"mean. A small transformer needed {low:.2f} to {high:.2f} times as many steps so; if "
         f"yours does, it is at the same loss {_span(choice['sooner'], 'times')} sooner than "

@@ -15,11 +15,12 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 
 from hvd_gradcomp.algorithms.local_steps import (
-    DILOCO,
+    AVERAGING,
     LocalSchedule,
     OuterSGD,
     check_deadline,
     cut,
+    warn_without_warmup,
 )
 from hvd_gradcomp.algorithms.wrappers import take_over
 from hvd_gradcomp.core.compressor import Compressor
@@ -84,7 +85,8 @@ class LocalSteps(tf.Module):
         variables: what the inner optimizer trains, of TensorFlow or Keras, in the same order on all
             ranks.
         every: steps between two exchanges; 15 to 100 are usual, 500 in DiLoCo's own experiments.
-        outer: settings of the outer optimizer. `OuterSGD(lr=1, momentum=0)` averages variables.
+        outer: settings of the outer optimizer; the default averages variables. A momentum wants
+            `warmup_steps`, as `diloco()` gives them.
         compression: of the changes, as in `DistributedGradientTape`. Momentum correction (DGC, EGC)
             takes over the outer optimizer's momentum.
         warmup_steps: first steps, in which `reduce_gradients` averages gradients, dense.
@@ -127,7 +129,7 @@ class LocalSteps(tf.Module):
         self,
         variables: Sequence[Any],
         every: int = 15,
-        outer: OuterSGD = DILOCO,
+        outer: OuterSGD = AVERAGING,
         compression: Any = None,
         *,
         warmup_steps: int = 0,
@@ -161,6 +163,7 @@ class LocalSteps(tf.Module):
             f"nonfinite={options.nonfinite}{'' if deadline is None else f', {deadline=}'}"
         )
         outer, compressor = _settled(outer, compressor)
+        warn_without_warmup(outer.momentum, compressor, warmup_steps)
         numbers = _titles.setdefault(process_set.process_set_id, UniqueNames("gradcomp.local"))
         title = f"{numbers.take()}.{process_set.process_set_id}"
         layers = _exchangeable(variables)

@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 
-from hvd_gradcomp.algorithms.local_steps import LocalSchedule, check_deadline
+from hvd_gradcomp.algorithms.local_steps import (
+    LocalSchedule,
+    check_deadline,
+    warn_without_warmup,
+)
 from hvd_gradcomp.runtime.round_clock import RoundClock
 from hvd_gradcomp.torch.local.fragment import Connect
 from hvd_gradcomp.torch.local.outer import Outer, OuterOptimizer
@@ -79,6 +83,9 @@ class LocalStepsOptimizer(WrappedOptimizer):
         named = named_of(optimizer, named_parameters)
         outer_optimizer = OuterOptimizer(outer, [p for _, p in named], compression, stock)
         self.outer = outer_optimizer.optimizer
+        warn_without_warmup(
+            outer_optimizer.momentum, outer_optimizer.compressor, schedule.warmup_steps
+        )
         self.settings = f"{schedule}, outer={outer_optimizer}, {nonfinite=}, {bucket_bytes=}"
         clock = None
         if deadline is not None:

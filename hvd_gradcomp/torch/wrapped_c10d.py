@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule, check_deadline
+from hvd_gradcomp.algorithms.local_steps import AVERAGING, LocalSchedule, check_deadline
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch import ddp_checkpoint
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
@@ -23,7 +23,7 @@ def LocalSteps(  # noqa: N802 - as over Horovod
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     every: int = 15,
-    outer: Outer = DILOCO,
+    outer: Outer = AVERAGING,
     compression: Any = None,
     *,
     warmup_steps: int = 0,

@@ -9,7 +9,7 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule, check_deadline
+from hvd_gradcomp.algorithms.local_steps import AVERAGING, LocalSchedule, check_deadline
 from hvd_gradcomp.runtime import hierarchy
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch import checkpoint
@@ -26,7 +26,7 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     every: int = 15,
-    outer: Outer = DILOCO,
+    outer: Outer = AVERAGING,
     compression: Any = None,
     *,
     warmup_steps: int = 0,
@@ -63,7 +63,8 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
         named_parameters: usually `model.named_parameters()`; named by place if None.
         every: steps between two exchanges; 15 to 100 are usual, 500 in DiLoCo's own experiments.
         outer: the outer optimizer's settings, an `OuterSGD`, or a function that makes an optimizer
-            from the list of global parameters. `OuterSGD(lr=1, momentum=0)` averages parameters.
+            from the list of global parameters. The default averages the ranks' parameters. A
+            momentum wants `warmup_steps`, unless the model was trained before: see `diloco`.
         compression: of the changes, as in `DistributedOptimizer`. Momentum correction (DGC, EGC)
             takes over the outer optimizer's momentum.
         warmup_steps: first steps, in which gradients are averaged in every step, dense.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hvd_gradcomp as gc
-from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule, OuterSGD, cut
+from hvd_gradcomp.algorithms.local_steps import AVERAGING, DILOCO, LocalSchedule, OuterSGD, cut
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.monitoring.verify import DivergedError
@@ -158,6 +160,41 @@ def test_after_each_step_and_without_momentum_it_is_averaging(ranks, steps):
         x = x - RATE * np.mean([gradient(rank, step, x) for rank in range(ranks)], axis=0)
     for mine, _ in trained(ranks, steps, LocalSchedule(1), OuterSGD(1.0, 0.0)):
         np.testing.assert_allclose(mine, x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("module", ["torch", "torch.ddp"])
+def test_by_default_parameters_are_averaged(module):
+    """Without `outer=` it is what was measured to work."""
+    make = importlib.import_module(f"hvd_gradcomp.{module}").LocalSteps
+    assert inspect.signature(make).parameters["outer"].default == OuterSGD(lr=1.0, momentum=0.0)
+
+
+@pytest.mark.parametrize(
+    ("outer", "compression", "warmup", "warns"),
+    [
+        (AVERAGING, None, 0, False),
+        (AVERAGING, gc.DGCCompressor(), 0, False),
+        (AVERAGING, gc.DGCCompressor(momentum=0.9), 0, True),
+        (DILOCO, None, 0, True),
+        (DILOCO, gc.DGCCompressor(), 0, True),
+        (DILOCO, None, 100, False),
+        (OuterSGD(0.5, 0.0), None, 0, False),
+        (lambda copies: torch.optim.SGD(copies, 0.7, 0.9), None, 0, True),
+        (lambda copies: torch.optim.Adam(copies, 0.7), None, 0, True),
+        (lambda copies: torch.optim.Adam(copies, 0.7), None, 1, False),
+    ],
+)
+def test_an_outer_momentum_from_the_first_step_is_warned_of(
+    outer, compression, warmup, warns, caplog
+):
+    with caplog.at_level("WARNING", logger="hvd_gradcomp"):
+        run(1, lambda rank: over(rank, Net(), LocalSchedule(4, warmup), outer, compression))
+    assert ("Give warmup_steps=100 or more" in caplog.text) == warns
+
+
+def test_diloco_begins_with_dense_steps():
+    assert gc.diloco()["warmup_steps"] == 100
+    assert gc.sparse_loco()["outer"] == AVERAGING
 
 
 FEEDBACK = [

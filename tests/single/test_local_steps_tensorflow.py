@@ -15,7 +15,7 @@ from tests.single.older import skip_without_keras_3
 skip_without_keras_3()
 import hvd_gradcomp.tensorflow as hvd  # noqa: E402
 import hvd_gradcomp.tensorflow.keras as hvd_keras  # noqa: E402
-from hvd_gradcomp.algorithms.local_steps import LocalSchedule, cut  # noqa: E402
+from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule, cut  # noqa: E402
 from hvd_gradcomp.core.compressor import leaves  # noqa: E402
 from tests.oracles import local_steps as oracle  # noqa: E402
 
@@ -23,6 +23,7 @@ SHAPES = {"a": (40,), "b": (8, 6), "c": (16,), "d": (24,)}
 SIZES = [int(np.prod(shape)) for shape in SHAPES.values()]
 ENDS = [0, *np.cumsum(SIZES).tolist()]
 RATE = 0.05
+DGC = hvd.DGCCompressor(density=0.1, momentum=0.5)
 
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -78,7 +79,7 @@ def trained(steps, *how, **more):
 @pytest.mark.parametrize("every", [1, 3, 7])
 def test_diloco_is_that_of_the_paper(every):
     outer, own = oracle.diloco(START, inner, 1, 15, every, 0.7, 0.9)
-    variables, local = trained(15, every)
+    variables, local = trained(15, every, DILOCO)
     np.testing.assert_allclose(globals_of(local), outer, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(flat(variables), own[0], rtol=1e-4, atol=1e-5)
     assert (local.steps_made, local.rounds) == (15, 15 // every)
@@ -92,7 +93,7 @@ def test_streaming_is_that_of_the_paper(fragments, delay, blend):
     parts = [slice(ENDS[r.start], ENDS[r.stop]) for r in cut(SIZES, fragments)]
     how = 0.7, 0.9, parts, delay, LocalSchedule(6, 0, fragments, delay, blend).blend
     outer, own = oracle.streaming(START, inner, 1, 25, 6, *how)
-    variables, local = trained(25, 6, fragments=fragments, delay=delay, blend=blend)
+    variables, local = trained(25, 6, DILOCO, fragments=fragments, delay=delay, blend=blend)
     np.testing.assert_allclose(globals_of(local), outer, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(flat(variables), own[0], rtol=1e-4, atol=1e-5)
 
@@ -100,9 +101,35 @@ def test_streaming_is_that_of_the_paper(fragments, delay, blend):
 def test_momentum_may_be_the_compressor_s():
     everything = hvd.DGCCompressor(density=1.0, masking=False)
     outer, _ = oracle.diloco(START, inner, 1, 9, 3, 0.7, 0.9)
-    _, local = trained(9, 3, compression=everything)
+    _, local = trained(9, 3, DILOCO, compression=everything)
     assert not any(v.name.startswith("gradcomp_velocity") for v in local.variables)
     np.testing.assert_allclose(globals_of(local), outer, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("how", "warns"),
+    [
+        ({}, False),
+        ({"outer": DILOCO}, True),
+        ({"compression": DGC}, True),
+        (hvd.diloco(), False),
+        (hvd.sparse_loco(), False),
+    ],
+)
+def test_an_outer_momentum_from_the_first_step_is_warned_of(how, warns, caplog):
+    with caplog.at_level("WARNING", logger="hvd_gradcomp"):
+        hvd.LocalSteps(network(), **how)
+    assert ("Give warmup_steps=100 or more" in caplog.text) == warns
+
+
+def test_by_default_variables_are_averaged():
+    """Averaging of one rank changes nothing."""
+    x = START.astype(np.float64)
+    for step in range(1, 9):
+        x = inner(0, step, x)
+    variables, local = trained(8, 4)
+    np.testing.assert_allclose(globals_of(local), x, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(flat(variables), x, rtol=1e-4, atol=1e-5)
 
 
 def test_several_steps_at_once():
@@ -296,7 +323,10 @@ REFUSED = {
     "delay must": {"every": 2, "delay": 2},
     "fragments=5": {"every": 8, "fragments": 5},
     "optimizer= is not built": {"optimizer": keras.optimizers.Adam()},
-    "another momentum": {"compression": hvd.DGCCompressor(density=0.1, momentum=0.5)},
+    "another momentum": {
+        "outer": DILOCO,
+        "compression": DGC,
+    },
     "got 0.0": {"deadline": 0.0},
     "got True": {"deadline": True},
     "got '1'": {"deadline": "1"},

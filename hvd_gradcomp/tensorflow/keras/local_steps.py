@@ -11,7 +11,7 @@ import horovod.tensorflow as horovod
 import keras
 import tensorflow as tf
 
-from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule, OuterSGD, check_deadline
+from hvd_gradcomp.algorithms.local_steps import AVERAGING, LocalSchedule, OuterSGD, check_deadline
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.tensorflow import local_steps
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
@@ -76,7 +76,7 @@ class LocalSteps(keras.callbacks.Callback):
     def __init__(
         self,
         every: int = 15,
-        outer: OuterSGD = DILOCO,
+        outer: OuterSGD = AVERAGING,
         compression: Any = None,
         *,
         warmup_steps: int = 0,

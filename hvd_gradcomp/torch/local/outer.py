@@ -32,6 +32,7 @@ class OuterOptimizer:
         copies: the global parameters, zero at first, in float32 if the model's are narrower.
         optimizer: PyTorch's, over the global parameters.
         compressor: of the pseudogradients, with its momentum decided.
+        momentum: of the optimizer as it was made; 0 without.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class OuterOptimizer:
         self.optimizer = _optimizer_of(outer, list(self.copies))
         self.compressor: Compressor
         self.compressor, own = resolve_compressor(compression, self.optimizer, stock)
+        self.momentum = _momentum_of(self.optimizer)
         self._transfer = None if own is None else MomentumTransfer(self.optimizer, *own)
 
     def __repr__(self) -> str:
@@ -71,6 +73,12 @@ class OuterOptimizer:
         self.optimizer.load_state_dict(state)
         if self._transfer is not None:
             self._transfer.take()
+
+
+def _momentum_of(optimizer: torch.optim.Optimizer) -> float:
+    """Return the momentum of an optimizer, Adam's first beta for one; 0 without."""
+    options = optimizer.defaults
+    return float(options.get("momentum") or next(iter(options.get("betas", ())), 0.0))
 
 
 def _optimizer_of(outer: Outer, copies: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -13,6 +13,7 @@ from keras import layers
 
 import hvd_gradcomp.tensorflow as hvd
 import hvd_gradcomp.tensorflow.keras as hvd_keras
+from hvd_gradcomp.algorithms.local_steps import DILOCO
 from tests.oracles import local_steps as oracle
 from tests.parallel.workers.results import digest, errors_of, finish
 
@@ -71,12 +72,12 @@ def far(found, wanted):
 def against_the_papers():
     """Largest differences to the oracles, in float32."""
     variables, ranks = network(), hvd.size()
-    local = hvd.LocalSteps(variables, EVERY)
+    local = hvd.LocalSteps(variables, EVERY, DILOCO)
     train(variables, local, 8)
     outer, own = oracle.diloco(numbers(0), inner, ranks, 8, EVERY, 0.7, 0.9)
     found = {"diloco": max(far(flat(variables), own[hvd.rank()]), far(globals_of(local), outer))}
     variables = network()
-    local = hvd.LocalSteps(variables, 4, fragments=3, delay=2)
+    local = hvd.LocalSteps(variables, 4, DILOCO, fragments=3, delay=2)
     train(variables, local, 13)
     parts = [slice(a, b) for a, b in zip(ENDS, ENDS[1:])]
     how = 4, 0.7, 0.9, parts, 2, 0.5
@@ -92,7 +93,7 @@ def globals_of(local):
 def warmup():
     """In a graph: the mean gradient at first, and this rank's later; the difference to that."""
     variables = network()
-    local = hvd.LocalSteps(variables, 2, hvd.OuterSGD(1.0, 0.0), warmup_steps=3)
+    local = hvd.LocalSteps(variables, 2, warmup_steps=3)
 
     @tf.function
     def step(gradients):
@@ -305,7 +306,7 @@ def fit_against_the_paper():
             return (w - 0.1 * 2 / y.size * x.T @ (x @ w - y)).reshape(-1)
 
         outer, _ = oracle.diloco(first.reshape(-1), step, hvd.size(), 8, 4, 0.7, 0.9)
-        fit(model, [hvd_keras.callbacks.LocalSteps(4)])
+        fit(model, [hvd_keras.callbacks.LocalSteps(4, DILOCO)])
         found[str(together)] = far(weights(model)[0].reshape(-1), outer)
     return found
 

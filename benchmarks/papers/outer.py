@@ -1,0 +1,140 @@
+"""Outer momentum: with and without dense first steps, by embeddings and by schedule of the rate."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, NamedTuple
+
+from benchmarks.papers.parts import NOT_RUN, Claim, Found, Part, Row, Scale, said
+from hvd_gradcomp.cli import style
+
+STEPS, EVERY, DENSE_FIRST = 600, 15, 100
+NEAR = 0.1  # nats
+NESTEROV, AVERAGED = "OuterSGD(0.7, 0.9)", "OuterSGD(1, 0)"
+
+
+class Recipe(NamedTuple):
+    """Initial embeddings, and schedule of the inner rate."""
+
+    title: str
+    task: str
+    schedule: str
+    rate: float
+
+
+class Way(NamedTuple):
+    """Way to exchange."""
+
+    title: str
+    local: str = ""
+
+
+EMBEDDINGS = {"0.02": "transformer", "1": "transformer-1"}
+SCHEDULES = {"constant": ("constant rate", 0.001), "cosine": ("warm-up and cosine", 0.003)}
+RECIPES = {
+    f"{std}-{schedule}": Recipe(f"embeddings of {std}, {title}", task, schedule, rate)
+    for (std, task), (schedule, (title, rate)) in product(EMBEDDINGS.items(), SCHEDULES.items())
+}
+WAYS = {
+    "none": Way("gradients in each step"),
+    "averaged": Way("averaged", f"every={EVERY}, outer={AVERAGED}"),
+    "averaged-late": Way(
+        f"averaged after {DENSE_FIRST} dense steps",
+        f"every={EVERY}, outer={AVERAGED}, warmup_steps={DENSE_FIRST}",
+    ),
+    "nesterov": Way("Nesterov", f"every={EVERY}, outer={NESTEROV}"),
+    "nesterov-late": Way(
+        f"Nesterov after {DENSE_FIRST} dense steps",
+        f"every={EVERY}, outer={NESTEROV}, warmup_steps={DENSE_FIRST}",
+    ),
+}
+
+
+def rows() -> list[Row]:
+    return [
+        Row(
+            key=f"{recipe_key}/{key}",
+            title=f"{recipe.title}: {way.title}",
+            task=recipe.task,
+            optimizer="adamw",
+            rate=recipe.rate,
+            schedule=recipe.schedule,
+            length=STEPS / Scale().steps,
+            base=f"{recipe_key}/none",
+            local=way.local,
+        )
+        for (recipe_key, recipe), (key, way) in product(RECIPES.items(), WAYS.items())
+    ]
+
+
+def _claim(found: Found, key: str, text: str, said_by: str, other: str, near: float) -> Claim:
+    """Hold a row against another one: its loss is at most `near` above."""
+    gap = found.away(key, other)
+    holds = None if gap is None else gap <= near
+    return Claim(text, said_by, NOT_RUN if gap is None else said(gap, "{:+.3f}"), holds)
+
+
+def claims(found: Found) -> list[Claim]:
+    """Hold what `LocalSteps` does by default, and what it warns of, to the trainings."""
+    every = []
+    for key, recipe in RECIPES.items():
+        base = f"{key}/none"
+        every += [
+            _claim(
+                found,
+                f"{key}/averaged",
+                f"{recipe.title}: averaging, the default, is at most {NEAR} nats behind gradients "
+                "in each step",
+                "default of `LocalSteps`",
+                base,
+                NEAR,
+            ),
+            _claim(
+                found,
+                f"{key}/nesterov-late",
+                f"{recipe.title}: Nesterov after dense first steps, as `diloco()` has it, is at "
+                f"most {NEAR} nats behind",
+                "`diloco()`",
+                base,
+                NEAR,
+            ),
+            _claim(
+                found,
+                f"{key}/nesterov-late",
+                f"{recipe.title}: Nesterov loses less with dense first steps than without",
+                "warning without them",
+                f"{key}/nesterov",
+                0.0,
+            ),
+        ]
+    return every
+
+
+def draw(found: Found, figure: Any) -> None:
+    for axes, (key, recipe) in zip(figure.subplots(1, len(RECIPES), sharey=True), RECIPES.items()):
+        for look, (way_key, way) in zip(style.lines(len(WAYS)), WAYS.items()):
+            for result in found[f"{key}/{way_key}"][:1]:
+                steps, losses, _ = zip(*result["looks"])
+                axes.plot(steps, losses, label=way.title, **look)
+        axes.set_title(recipe.title, fontsize=9)
+        axes.set_xlabel("step")
+
+
+PART = Part(
+    name="outer",
+    title="Outer momentum, and dense first steps",
+    settings=(
+        "Douillard et al. 2023, on the GPT and the text of the part about transformers: AdamW, "
+        f"{STEPS} steps, two ranks with 8 windows each, an exchange every {EVERY} steps without "
+        "compression. Embeddings begin with a standard deviation of 0.02 or 1; the inner rate is "
+        "0.001 throughout, or has a linear warm-up to 0.003 for a tenth of the steps and falls to "
+        "a tenth by a cosine. `averaged` is the default of `LocalSteps`; Nesterov's outer momentum "
+        f"is 0.9 at a rate of 0.7, with {DENSE_FIRST} dense first steps as `diloco()` has them, or "
+        "from the first step. `here` is the loss on the last tenth of the text after a last "
+        "exchange, less is better. Rates were not tuned."
+    ),
+    rows=tuple(rows()),
+    claims=claims,
+    draw=draw,
+    source="held to",
+)
