@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import hvd_gradcomp
-from benchmarks import house
 
 ROOT = Path(hvd_gradcomp.__file__).parent
 MODULES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
@@ -178,38 +176,46 @@ TREES = {
 }
 
 
+# Private names of frameworks and of Python that the package uses.
+FOREIGN = {"_replace", "_asdict", "_fields", "_make", "_C", "_indices", "_values", "_version"}
+
+
+def is_private(name: str) -> bool:
+    dunder = name.startswith("__") and name.endswith("__")
+    return name.startswith("_") and not dunder and name not in FOREIGN
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Names that a module defines or stores, attributes included."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def private_accesses(tree: ast.Module, of_others: set[str]) -> set[str]:
+    """Private names of other modules that a module uses."""
+    uses = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            by_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            if not by_itself and node.attr in of_others:
+                uses.add(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hvd_gradcomp"):
+            names = [alias.name for alias in node.names if is_private(alias.name)]
+            uses |= {name for name in names if f"{node.module}.{name}" not in TREES}
+    return uses
+
+
 def test_nobody_touches_the_private_names_of_another_module():
     """But for what the optimizer mixin and Horovod's own class keep in one object."""
-    allowed = {
-        "distributed._parameter_names",  # Horovod's
-        "distributed._exchange_by",
-    }
-    found = [use for use in house.private_accesses(TREES) if use.split(": ")[1] not in allowed]
-    assert not found
-
-
-def test_a_class_has_no_subclass_or_several():
-    """One alone is a slice of it, unless a reason is listed."""
-    reasons = {
-        "runtime.program_runner": "a protocol, which a host's transport extends by what it needs",
-        "ops": "operations by subject, a file a subject, for each framework",
-        "tensorflow.elastic": "a class of Horovod's with a state of ours",
-        "tensorflow.keras.callbacks": "as in Horovod",
-        "tensorflow.keras.optimizer": "a mixin over Keras's classes; momenta are another exchange",
-    }
-    for name in house.only_heirs(TREES):
-        module = name.removeprefix("hvd_gradcomp.").rpartition(".")[0]
-        assert any(f"{module}.".startswith(f"{room}.") for room in reasons), name
-
-
-def test_types_are_said():
-    """What takes anything switches the type checker off. These numbers go down only."""
-    text = "\n".join((ROOT / module).read_text() for module in MODULES)
-    assert text.count("self: Any") <= 46
-    assert text.count("optimizer: Any") == 0
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_papers_are_named_by_authors_and_year(module):
-    """Not by numbers that a list in a drawer has."""
-    assert not re.search(r"[( ]00\d[,;)]", (ROOT / module).read_text())
+    allowed = {"distributed._parameter_names", "distributed._exchange_by"}  # the first: Horovod's
+    names = {module: defined(tree) for module, tree in TREES.items()}
+    everyone = set().union(*names.values())
+    uses = {m: private_accesses(tree, everyone - names[m]) - allowed for m, tree in TREES.items()}
+    assert not {module: some for module, some in uses.items() if some}
