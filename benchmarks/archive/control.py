@@ -1,7 +1,7 @@
 """Measures the control word and digests as a share of a step: two ranks, in one run.
 
-    horovodrun --gloo -np 2 python -m benchmarks.control
-    horovodrun --gloo -np 2 python -m benchmarks.control --framework tensorflow
+    horovodrun --gloo -np 2 python -m benchmarks.archive.control
+    horovodrun --gloo -np 2 python -m benchmarks.archive.control --framework tensorflow
 
 Steps with and without them take turns, so that a machine that is busy now and then is busy for
 both. Without stands for: nothing is compared in a step (on PyTorch the word that ends an exchange

@@ -1,6 +1,6 @@
 """Measures the error of GradiVeQ's projection on real gradients, by cause.
 
-    python -m benchmarks.projection          # digits, the network of examples.pytorch.learned
+    python -m benchmarks.archive.projection  # digits, the network of examples.pytorch.learned
 
 Trains two ranks in one process without compression, so that bases are judged and not used. After
 `--warmup` steps the mean gradient is sampled for `--samples` steps, and bases at `--ratio` are made

@@ -1,7 +1,7 @@
 """Measures the cost of a stats writer: steps with and without, in turns, in one run.
 
-    horovodrun --gloo -np 2 python -m benchmarks.stats --check
-    python -m benchmarks.stats                                     # one rank alone
+    horovodrun --gloo -np 2 python -m benchmarks.archive.stats --check
+    python -m benchmarks.archive.stats                                     # one rank alone
 
 Gradients of ResNet-50's shapes (25.6 million elements in 161 layers) are given to backward as they
 are, exchanged and applied by plain SGD; so a step has no forward pass, and the share is larger than

@@ -1,6 +1,6 @@
 """Bits for each index on real gradients, beside the entropy bound of random places.
 
-    python -m benchmarks.indices
+    python -m benchmarks.archive.indices
 
 A network on handwritten digits is trained for some steps in this process; its gradients go through
 Sparse GD at several densities. `used` is what the packed differences and their widths take, `room`

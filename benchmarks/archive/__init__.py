@@ -1,0 +1,1 @@
+"""Measurements that answered one question; their answer stands in a page, which names them."""
