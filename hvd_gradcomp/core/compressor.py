@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from hvd_gradcomp.core import registry
 from hvd_gradcomp.core.collectives import Collective
+from hvd_gradcomp.core.cost_model import Exchange
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import BLOCK, Layout
 from hvd_gradcomp.ops import Ops, Tensor
@@ -97,6 +98,7 @@ class Compressor(ABC):
         whole_model: all layers share one bucket, so nothing is sent before the last gradient.
         state_format: version of a saved state; changes when its tensors, or their meaning, change.
         runs: whether it has programs of its own; a partition only chooses among other compressors.
+        compresses: whether it sends fewer bytes, or means to; warnings are for such methods.
         is_linear: whether it only sums gradients, or casts of them.
         uses_moments: whether `aggregate` takes `moment=`, the sum of squared sample gradients.
         keeps_gradient: whether its state may take over the gradient's memory, see `Context`, which
@@ -116,6 +118,7 @@ class Compressor(ABC):
     whole_model: bool = False
     state_format: int = 1
     runs: bool = True
+    compresses: bool = True
     is_linear: bool = False
     uses_moments: bool = False
     keeps_gradient: bool = False
@@ -163,6 +166,11 @@ class Compressor(ABC):
         """Return 32 bits that differ when the layout, the method or a hyper-parameter differs."""
         return zlib.crc32(repr(self).encode(), layout.digest)
 
+    @property
+    def working(self) -> Compressor:
+        """Compressor of the last phase, without wrappers; by default this one."""
+        return self
+
     # -- which layers it takes -----------------------------------------------------------------
 
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> Sequence[Compressor]:
@@ -182,6 +190,14 @@ class Compressor(ABC):
 
         Args:
             shape: with the outputs first, as in `core.layout.outputs_first`.
+        """
+        return None
+
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange | None:
+        """Return how a bucket travels among so many ranks; None if its gradients decide.
+
+        A method whose payload may have several sizes returns the smallest. Where that moves no
+        fewer bytes than dense gradients, users are warned at the first step.
         """
         return None
 

@@ -47,6 +47,39 @@ def volume(kind: str, size: float, ranks: int) -> float:
     return size * shares[kind]
 
 
+class Exchange(NamedTuple):
+    """Collectives that a bucket travels by in one step.
+
+    Attributes:
+        kind: "dense" for an allreduce of 4 bytes for each element of the bucket; otherwise the
+            method's word, such as "allgather" or "two_shot".
+        collectives: kind and bytes that a rank hands over, in order; for a broadcast the leader's.
+    """
+
+    kind: str
+    collectives: tuple[tuple[str, float], ...]
+
+    def received(self, ranks: int) -> float:
+        """Return the bytes over the busiest rank's link, one way; see `volume`."""
+        return sum(volume(kind, size, ranks) for kind, size in self.collectives)
+
+
+def dense_exchange(elements: int, header: int = 0) -> Exchange:
+    """Return the exchange that allreduces all elements as float32.
+
+    Args:
+        elements: of the bucket.
+        header: bytes of the header that each rank sends all others first.
+    """
+    headers = (("allgather", float(header)),) if header else ()
+    return Exchange("dense", (*headers, ("allreduce", 4.0 * elements)))
+
+
+def cheapest(exchanges: Sequence[Exchange], ranks: int) -> Exchange:
+    """Return the exchange that moves the fewest bytes, of equal ones the first."""
+    return min(exchanges, key=lambda exchange: exchange.received(ranks))
+
+
 def most_gathered(size: float, ranks: int) -> float:
     """Return the bytes per rank whose allgather brings as many as an allreduce of `size`.
 

@@ -1,9 +1,8 @@
 """Warnings at the first step if compression does not pay on a model.
 
 The bytes of learning methods are known in advance, while learning and afterwards; both are compared
-with dense gradients. Methods that send a fixed number of elements move as many bytes as dense
-gradients if there are so many ranks that their payloads are summed. Methods whose payload depends
-on the gradients get no warning, unless they compress no layer of the model.
+with dense gradients. Any other method says itself how its buckets travel (`exchange_of`). Methods
+whose payload depends on the gradients get no warning, unless they compress no layer of the model.
 """
 
 from __future__ import annotations
@@ -12,19 +11,14 @@ from collections.abc import Iterable, Sequence
 from math import inf, prod
 from typing import NamedTuple
 
-from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
 from hvd_gradcomp.algorithms.lgc import LGCCompressor
 from hvd_gradcomp.algorithms.lgc.server import Server
-from hvd_gradcomp.algorithms.scalecom import ScaleComCompressor
-from hvd_gradcomp.algorithms.wrappers import After, MomentumAfter
 from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.codecs.quantized import QuantizedCompressor
-from hvd_gradcomp.codecs.sparse import SparseCompressor
 from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.core.cost_model import gathers_rows
+from hvd_gradcomp.core.cost_model import dense_exchange, gathers_rows
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout, outputs_first
 
@@ -47,7 +41,7 @@ def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
         plan: the buckets with their compressors, from `assignment.plan`.
         ranks: number of ranks that exchange.
     """
-    kinds = [(at_work(method), layout) for method, layout in plan]
+    kinds = [(method.working, layout) for method, layout in plan]
     elements = sum(layout.elements for _, layout in kinds)
     names = [name for _, layout in plan for name in layout.names]
     nothing = idle(compressor, plan)
@@ -75,28 +69,22 @@ def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
                 _of_gradiveq(method, _total(gradiveq_course(method, x, ranks) for x in layouts))
             )
             texts.append(_of_ratio(method, layouts))
-        elif all(goes_dense(method, x, ranks) for x in layouts):
-            texts.append(_of_dense(method, 4 * sum(x.elements for x in layouts), ranks))
+        else:
+            texts.append(_of_bytes(method, layouts, ranks))
     return [line for line in texts if line]
 
 
 def idle(compressor: Compressor, plan: Plan) -> bool:
     """Return True if the compressor would compress no layer; `warnings` says why."""
     if isinstance(compressor, GradiVeQCompressor):
-        return all(at_work(method) != compressor for method, _ in plan)
-    return _compresses(compressor) and not any(_compresses(method) for method, _ in plan)
+        return all(method.working != compressor for method, _ in plan)
+    return compressor.compresses and not any(method.compresses for method, _ in plan)
 
 
 def goes_dense(method: Compressor, layout: Layout, ranks: int) -> bool:
     """Return True if a bucket always moves the bytes of a dense allreduce with so many ranks."""
-    if isinstance(method, ScaleComCompressor):
-        return method.sends_all(layout, ranks)
-    if isinstance(method, QuantizedCompressor):
-        return method.resolve_exchange(layout, ranks) == "allreduce"
-    if isinstance(method, SparseCompressor):
-        schedule = method.capacity_schedule(layout, ranks)
-        return schedule.summed and not schedule.capacities
-    return False
+    exchange = method.exchange_of(layout, ranks)
+    return exchange is not None and exchange.kind == "dense"
 
 
 def most_rows(
@@ -120,7 +108,7 @@ def most_rows(
     width = {"float64": 8, "float16": 2}.get(dtype, 4)  # bytes on the wire
     dense = prod(shape) * (width if dtype in method.native_dtypes else 4)
     payload = method.layer_bytes(outputs_first(name, shape) if filters_last else shape)
-    if payload is None and isinstance(at_work(method), ThresholdCompressor):
+    if payload is None and isinstance(method.working, ThresholdCompressor):
         return -1
 
     def pays(rows: int) -> bool:
@@ -137,21 +125,29 @@ def most_rows(
     return low
 
 
-def _of_dense(method: Compressor, dense: int, ranks: int) -> str:
+def _of_bytes(method: Compressor, layouts: Sequence[Layout], ranks: int) -> str:
+    """Warn about a method that moves no fewer bytes than dense gradients, by its own account."""
+    exchanges = [method.exchange_of(layout, ranks) for layout in layouts]
+    known = [exchange for exchange in exchanges if exchange is not None]
+    elements = sum(layout.elements for layout in layouts)
+    dense = dense_exchange(elements).received(ranks)
+    received = sum(exchange.received(ranks) for exchange in known)
+    if not method.compresses or ranks == 1 or len(known) < len(exchanges) or received < dense:
+        return ""
+    if all(exchange.kind == "dense" for exchange in known):
+        reason = (
+            "the payloads of all others would bring each rank more than dense gradients, so what "
+            f"is sent is added up by an allreduce of {4 * elements:,} bytes a step"
+        )
+    else:
+        reason = (
+            f"each rank receives {received:,.0f} bytes a step, and {dense:,.0f} with dense "
+            "gradients"
+        )
     return (
-        f"nothing is saved among {ranks} ranks: the payloads of all others would bring each rank "
-        f"more than dense gradients, so what is sent is added up by an allreduce of {dense:,} "
-        "bytes a step. Send less, compress between hosts only (hierarchical=True), or use "
-        f"compression=None. It is {method}"
+        f"nothing is saved among {ranks} ranks: {reason}. Send less, compress between hosts only "
+        f"(hierarchical=True), or use compression=None. It is {method}"
     )
-
-
-def _compresses(compressor: Compressor) -> bool:
-    if isinstance(compressor, MomentumAfter):
-        return _compresses(compressor.inner)
-    if isinstance(compressor, After):
-        return _compresses(compressor.first) or _compresses(compressor.then)
-    return not isinstance(compressor, NoneCompressor)
 
 
 def _total(courses: Iterable[Course]) -> Course:
@@ -206,15 +202,6 @@ def _of_ratio(method: GradiVeQCompressor, layouts: Sequence[Layout]) -> str:
         f"{max(n for _, n in fewer)}, a smaller slice_size=, or more slices that share a basis "
         f"(reuse=). It is {method}"
     )
-
-
-def at_work(compressor: Compressor) -> Compressor:
-    """Return the compressor of the last phase, without wrappers."""
-    if isinstance(compressor, MomentumAfter):
-        return at_work(compressor.inner)
-    if isinstance(compressor, After):
-        return at_work(compressor.then)
-    return compressor
 
 
 def lgc_course(method: LGCCompressor, layout: Layout, ranks: int) -> Course:

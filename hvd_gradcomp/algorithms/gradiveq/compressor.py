@@ -119,6 +119,7 @@ class GradiVeQCompressor(Clipping, Composite):
     feedback: bool = False
     max_norm: float | None = None
 
+    compresses = True  # whatever the compressor of its sampling steps does
     state_format = 2  # samples of all slices in turn, and their energy
     whole_model = False
     in_common = frozenset(
@@ -165,6 +166,10 @@ class GradiVeQCompressor(Clipping, Composite):
 
     def check(self, layout: Layout) -> None:
         Compressor.check(self, layout)
+
+    def exchange_of(self, layout: Layout, ranks: int) -> None:
+        """Return None: a cycle has steps of three kinds, see `planning.worth`."""
+        del layout, ranks
 
     @property
     def between(self) -> Compressor:
