@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -62,6 +62,19 @@ class Exchange(NamedTuple):
     def received(self, ranks: int) -> float:
         """Return the bytes over the busiest rank's link, one way; see `volume`."""
         return sum(volume(kind, size, ranks) for kind, size in self.collectives)
+
+
+class Course(NamedTuple):
+    """Bytes that a rank hands to collectives in a method that learns; the mean over ranks."""
+
+    learning: float  # in total while it learns
+    step: float  # for each step afterwards
+    dense: float  # for each step without compression
+
+    @classmethod
+    def total(cls, courses: Iterable[Course]) -> Course:
+        """Return the sum over buckets."""
+        return cls(*map(sum, zip(*courses)))
 
 
 def dense_exchange(elements: int, header: int = 0) -> Exchange:

@@ -76,7 +76,7 @@ def test_lgc_sends_what_was_foreseen(pattern):
     compressor = LGCCompressor(pattern, **SHORT)
     layout = Layout(("a", "b"), ((30, 40), (900,)))
     world = World(compressor, TorchOps(), layout, 3)
-    course = worth.lgc_course(compressor, layout, 3)
+    course = compressor.course(layout, 3)
     assert bytes_of(world, 22) == pytest.approx(course.learning)
     assert [int(state.ready) for state in world.states] == [1, 1, 1]
     assert bytes_of(world, 3) == pytest.approx(3 * course.step)  # each rank has led once
@@ -86,7 +86,7 @@ def test_gradiveq_sends_what_was_foreseen():
     compressor = GradiVeQCompressor(ratio=4, warmup_steps=0, sample_steps=12, compress_steps=5)
     layout = Layout(("a",), ((8, 6, 3, 3),), block=1)
     world = World(compressor, TorchOps(), layout, 3)
-    course = worth.gradiveq_course(compressor, layout, 3)
+    course = compressor.course(layout, 3)
     assert bytes_of(world, 12) == pytest.approx(course.learning)
     assert bytes_of(world, 5) == pytest.approx(5 * course.step)
 
