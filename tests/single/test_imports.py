@@ -48,6 +48,7 @@ WITHOUT_OPS = {
         "layout",
         "registry",
         "row_groups",
+        "suggestions",
         "validate",
         "version",
     )
