@@ -18,6 +18,8 @@ from hvd_gradcomp.codecs.factors import (
 from hvd_gradcomp.core import patterns
 from hvd_gradcomp.core.collectives import Allreduce, Switch
 from hvd_gradcomp.core.compressor import Context, Program
+from hvd_gradcomp.core.cost_model import Exchange
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 
@@ -44,6 +46,12 @@ class ACPSGDCompressor(FactorCompressor):
     >>> ACPSGDCompressor(rank=2)
     ACPSGDCompressor(rank=2, min_ratio=2.0, seed=0)
     """
+
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
+        """Return the mean of even and odd steps, which send one factor each."""
+        left, right, rest = self.sizes(layout)
+        mean = 4.0 * ((left + right) / 2 + rest + 1)
+        return Exchange("factors", (("allreduce", mean),))
 
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Factors, **extra: Tensor

@@ -27,7 +27,7 @@ from hvd_gradcomp.core.capacity import PACES, CapacitySchedule, CapacityState
 from hvd_gradcomp.core.collectives import Allgather, Switch
 from hvd_gradcomp.core.composite import Composite
 from hvd_gradcomp.core.compressor import Compressor, Context, Correction, Program, Report
-from hvd_gradcomp.core.cost_model import volume
+from hvd_gradcomp.core.cost_model import Exchange, dense_exchange, volume
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
@@ -116,11 +116,22 @@ class Balanced(Composite):
         """Return how many elements fit into a message, if ranks choose so many."""
         return min(count, ceil(self.slack * count / ranks))
 
-    def moved(self, layout: Layout, count: int, ranks: int) -> float:
-        """Return the bytes that an exchange of so many elements brings a rank."""
+    def two_shot(self, layout: Layout, count: int, ranks: int) -> Exchange:
+        """Return the exchange of so many elements by owners."""
         parts = Message.of(layout, self.room(count, ranks), self.coding).parts()
-        shard = wire.packed_bytes(parts)
-        return volume("alltoall", ranks * shard, ranks) + volume("allgather", shard, ranks)
+        shard = float(wire.packed_bytes(parts))
+        return Exchange("two_shot", (("alltoall", ranks * shard), ("allgather", shard)))
+
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange | None:
+        capacities = self.schedule(layout, ranks).capacities
+        method, level = self.inner, 0
+        if isinstance(method, TopKCompressor):  # that says how many it sends
+            level = bisect_left(capacities, method.capacities(layout)[0])
+        if level == len(capacities):
+            return dense_exchange(layout.elements, wire.HEADER_BYTES)
+        if isinstance(method, TopKCompressor):
+            return self.two_shot(layout, capacities[level], ranks)
+        return None
 
     def schedule(self, layout: Layout, ranks: int) -> CapacitySchedule:
         """Return the numbers of elements to choose; above them a sum of all moves fewer bytes."""
@@ -149,7 +160,7 @@ class Balanced(Composite):
         count = min(_SIZE // _SHARE, self.method.capacity_schedule(layout).capacities[-1])
         payload = self.method.body_bytes(layout, CapacityLevel(0, count, False))
         gathered = volume("allgather", float(payload), ranks)
-        return self.moved(layout, count, ranks) < gathered
+        return self.two_shot(layout, count, ranks).received(ranks) < gathered
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -274,7 +285,8 @@ def _schedule(codec: Balanced, layout: Layout, ranks: int) -> CapacitySchedule:
     low, high = 0, layout.elements
     while low < high:
         middle = (low + high + 1) // 2
-        fits = codec.moved(layout, middle, ranks) < dense or ranks == 1
+        two_shot = codec.two_shot(layout, middle, ranks)
+        fits = two_shot.received(ranks) < dense or ranks == 1
         low, high = (middle, high) if fits else (low, middle - 1)
     method = codec.method
     pace = PACES[method.capacity if isinstance(method, ThresholdCompressor) else "largest"]

@@ -15,7 +15,7 @@ from hvd_gradcomp.codecs.values import VALUES, ValueCoding
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.collectives import Allgather, Alltoall
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
-from hvd_gradcomp.core.cost_model import most_gathered
+from hvd_gradcomp.core.cost_model import Exchange, cheapest, dense_exchange
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -118,25 +118,25 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         """Return the bytes of a bucket's payload."""
         return wire.packed_bytes(self.parts(layout.size))
 
-    def is_summed(self, layout: Layout, ranks: int) -> bool:
-        """Return True if an allreduce of the decoded payloads moves fewer bytes than payloads do.
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
+        """Return the exchange; dense is an allreduce of the decoded payloads.
 
-        The mean over contributors needs to know who sent what, so it is never summed.
+        The mean over contributors needs to know who sent what, so it goes by allgather.
         """
-        most = most_gathered(4.0 * layout.elements, ranks)
-        return self.mean == "ranks" and self.payload_bytes(layout) > most
+        shard = float(self.shard_bytes(layout, ranks))
+        two_shot = Exchange("two_shot", (("alltoall", ranks * shard), ("allgather", shard)))
+        if self.exchange == "two_shot":
+            return two_shot
+        gathered = Exchange("allgather", (("allgather", float(self.payload_bytes(layout))),))
+        if self.mean == "contributors":
+            return gathered
+        compressed = [gathered, two_shot] if self.exchange == "auto" else [gathered]
+        return cheapest([*compressed, dense_exchange(layout.elements)], ranks)
 
     def owned(self, size: int, ranks: int) -> list[tuple[int, int]]:
         """Return which chunks each rank owns in two shots, as (first, end)."""
         rows = self.places(size).rows
         return [(rank * rows // ranks, (rank + 1) * rows // ranks) for rank in range(ranks)]
-
-    def is_two_shot(self, layout: Layout, ranks: int) -> bool:
-        """Return True if the exchange is in two shots."""
-        if self.exchange == "allgather" or self.mean == "contributors":
-            return False
-        fewer = 2 * self.shard_bytes(layout, ranks) < self.payload_bytes(layout)
-        return self.exchange == "two_shot" or fewer
 
     def shard_bytes(self, layout: Layout, ranks: int) -> int:
         """Return the bytes of an owner's payload."""
@@ -160,11 +160,12 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         # In the gradient's memory: if the exchange fails, the state is as before.
         given = state.r, self.decay, gradient, self.chunk, self.k
         finite, there, index, values = ops.accumulate_largest_checked(*given)
-        if self.is_two_shot(layout, context.size):
+        exchange = self.exchange_of(layout, context.size)
+        if exchange.kind == "two_shot":
             found = finite, there, index, values
             return (yield from self.two_shot(ops, context, state, found))
         parts, sent = self.encode(ops, size, index, values)
-        if self.is_summed(layout, context.size):
+        if exchange.kind == "dense":
             weight = patterns.poison(ops, finite) + 1.0
             room = ops.zeros((size,))
             total = ops.add_in_rows(None, room, self.chunk, [index], [sent], weight)

@@ -15,6 +15,7 @@ from hvd_gradcomp.codecs.values import VALUES, ValueCoding
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
+from hvd_gradcomp.core.cost_model import Exchange
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -140,6 +141,10 @@ class DeMoCompressor(Clipping, Compressor):
         places = self.places(Tiles(0, *self.cut(shape)))
         parts = {**places.parts(), **self.coding.parts(places.rows * places.count)}
         return float(wire.body_bytes(parts))
+
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
+        payload = float(wire.packed_bytes(self.parts(layout)))
+        return Exchange("allgather", (("allgather", payload),))
 
     # -- one step ----------------------------------------------------------------------------
 

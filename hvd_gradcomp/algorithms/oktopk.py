@@ -16,7 +16,7 @@ from hvd_gradcomp.codecs.topk import count_of
 from hvd_gradcomp.codecs.values import VALUES, ValueCoding
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
-from hvd_gradcomp.core.cost_model import volume
+from hvd_gradcomp.core.cost_model import Exchange, cheapest, dense_exchange
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -123,17 +123,15 @@ class OkTopKCompressor(Clipping, Compressor):
         """Return the bytes of a message to or from an owner."""
         return wire.packed_bytes(self.message(layout, self.room(layout, ranks)).parts())
 
-    def way(self, layout: Layout, ranks: int) -> str:
-        """Return the exchange: "allgather", "two_shot" or "allreduce"."""
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
+        shard = float(self.shard_bytes(layout, ranks))
+        by_owners = ("alltoall", ranks * shard), ("allgather", shard)
+        two_shot = Exchange("two_shot", by_owners)
         if self.exchange == "two_shot":
-            return "two_shot"
-        shard = self.shard_bytes(layout, ranks)
-        owned = volume("alltoall", ranks * shard, ranks) + volume("allgather", shard, ranks)
-        moved = {"allgather": volume("allgather", self.payload_bytes(layout), ranks)}
-        if self.exchange == "auto":
-            moved["two_shot"] = owned
-        moved["allreduce"] = volume("allreduce", 4.0 * layout.elements, ranks)
-        return min(moved, key=lambda way: moved[way])  # of equal ones the first
+            return two_shot
+        gathered = Exchange("allgather", (("allgather", float(self.payload_bytes(layout))),))
+        compressed = [gathered, two_shot] if self.exchange == "auto" else [gathered]
+        return cheapest([*compressed, dense_exchange(layout.elements)], ranks)
 
     def layer_bytes(self, shape: Sequence[int]) -> float:
         size = 1 << 20  # layers compete, so a small one need not send any
@@ -152,15 +150,15 @@ class OkTopKCompressor(Clipping, Compressor):
         self, ops: Ops, context: Context, gradient: Tensor, state: OkTopKState, **extra: Tensor
     ) -> Program:
         gradient, _ = self.clipped(ops, context, gradient, extra)
-        way = self.way(context.layout, context.size)
-        if way == "allreduce":
+        exchange = self.exchange_of(context.layout, context.size)
+        if exchange.kind == "dense":
             return (yield from self.dense(ops, context, gradient, state))
         finite, gradient = patterns.check_storable(ops, gradient)
         if finite is False:  # the others learn of it, and nobody's state changes
             gradient = ops.clear(gradient)
         k, header = self.count(context.layout), patterns.header_of(self, context, finite)
         chosen = owners.choose(ops, context, gradient, state.r, state.hint, k, k)
-        steps = self.two_shot if way == "two_shot" else self.allgather
+        steps = self.two_shot if exchange.kind == "two_shot" else self.allgather
         return (yield from steps(ops, context, header, chosen, state))
 
     def allgather(

@@ -16,6 +16,8 @@ from hvd_gradcomp.codecs.factors import (
 from hvd_gradcomp.core import patterns
 from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.core.compressor import Context, Program
+from hvd_gradcomp.core.cost_model import Exchange
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 
@@ -49,6 +51,11 @@ class PowerSGDCompressor(FactorCompressor):
     >>> PowerSGDCompressor()
     PowerSGDCompressor(rank=4, min_ratio=2.0, seed=0)
     """
+
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
+        left, right, rest = self.sizes(layout)
+        sizes = [left + rest + 1, *([right] if right else [])]
+        return Exchange("factors", tuple(("allreduce", 4.0 * size) for size in sizes))
 
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Factors, **extra: Tensor

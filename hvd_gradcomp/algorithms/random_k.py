@@ -12,6 +12,7 @@ from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.core import patterns, validate
 from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
+from hvd_gradcomp.core.cost_model import Exchange
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -67,6 +68,10 @@ class RandomKCompressor(Clipping, Compressor):
 
     def layer_bytes(self, shape: Sequence[int]) -> float:
         return 4.0 * self.stretches(prod(shape))
+
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
+        count = sum(map(self.stretches, layout.sizes))
+        return Exchange("allreduce", (("allreduce", 4.0 * (count + 1)),))
 
     def init(self, ops: Ops, layout: Layout) -> Any:
         return Residual(ops.zeros((layout.size,))) if self.feedback else ()

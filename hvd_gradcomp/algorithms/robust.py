@@ -21,6 +21,7 @@ from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.composite import Composite
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
+from hvd_gradcomp.core.cost_model import Exchange
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.wire import NOT_FINITE
@@ -72,6 +73,14 @@ class Robust(Composite):
     def layer_bytes(self, shape: Sequence[int]) -> float | None:
         """Return None: no layer is left to an exchange that any rank can steer."""
         return None
+
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange | None:
+        """Return the allgather of the payload that the compressor makes for one rank alone."""
+        exchange = self.inner.exchange_of(layout, 1)
+        if exchange is None:
+            return None
+        ((_, payload),) = exchange.collectives
+        return Exchange("allgather", (("allgather", payload),))
 
     def start(self, ops: Ops, layout: Layout, ranks: int) -> RobustState:
         """Return the initial state.

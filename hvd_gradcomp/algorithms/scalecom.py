@@ -15,7 +15,7 @@ from hvd_gradcomp.codecs.values import VALUES
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.collectives import Allgather, Allreduce
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
-from hvd_gradcomp.core.cost_model import volume
+from hvd_gradcomp.core.cost_model import Exchange, cheapest, dense_exchange, volume
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.kernel_params import Form
@@ -94,17 +94,17 @@ class ScaleComCompressor(Clipping, Compressor):
         self, ops: Ops, context: Context, gradient: Tensor, state: Any, **extra: Tensor
     ) -> Program:
         gradient, _ = self.clipped(ops, context, gradient, extra)
-        if self.sends_all(context.layout, context.size):
+        if self.exchange_of(context.layout, context.size).kind == "dense":
             return self._all(ops, context, gradient, state)
         return self._by_leader(ops, context, gradient, state)
 
-    def sends_all(self, layout: Layout, ranks: int) -> bool:
-        """Return True if dense gradients take fewer bytes than indices and selected values."""
-        chosen = volume("broadcast", self.choice_bytes(layout), ranks)
-        values = volume("allreduce", 4.0 * (self.topk.capacity(layout) + 1), ranks)
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
+        values = "allreduce", 4.0 * (self.topk.capacity(layout) + 1)
         if self.gathers(layout, ranks):
-            values = volume("allgather", self.value_bytes(layout), ranks)
-        return chosen + values > volume("allreduce", 4.0 * layout.elements, ranks)
+            values = "allgather", float(self.value_bytes(layout))
+        choice = "broadcast", float(self.choice_bytes(layout))
+        by_leader = Exchange("leader", (choice, values))
+        return cheapest([by_leader, dense_exchange(layout.elements)], ranks)
 
     def gathers(self, layout: Layout, ranks: int) -> bool:
         """Return True if rounded values are allgathered, which moves no more than float32 sums."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.collectives import Allgather, Allreduce
 from hvd_gradcomp.core.compressor import Compressor, Context, Program
-from hvd_gradcomp.core.cost_model import most_gathered
+from hvd_gradcomp.core.cost_model import Exchange, dense_exchange
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.row_groups import RowGroup, RowGroups
 from hvd_gradcomp.ops import Ops, Tensor
@@ -57,6 +57,12 @@ class SignumCompressor(Compressor):
     def layer_bytes(self, shape: Sequence[int]) -> float:
         return -(-prod(shape) // GROUP) * GROUP / 8
 
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
+        bits = Exchange("allgather", (("allgather", wire.HEADER_BYTES + layout.size / 8),))
+        if bits.received(ranks) <= dense_exchange(layout.elements).received(ranks):
+            return bits
+        return Exchange("halves", (("allreduce", 2.0 * (layout.size + 1)),))
+
     def init(self, ops: Ops, layout: Layout) -> Momentum:
         return Momentum(ops.zeros((layout.size,)))
 
@@ -70,7 +76,7 @@ class SignumCompressor(Compressor):
         finite, gradient = patterns.check_storable(ops, gradient)
         negative = 1 - (context.step + rank) % 2  # what a zero counts as
         unit = context.prescale * context.postscale * context.size
-        if wire.HEADER_BYTES + layout.size / 8 > most_gathered(4.0 * layout.elements, context.size):
+        if self.exchange_of(layout, context.size).kind == "halves":
             ahead = ops.scale(gradient, 1.0 - self.momentum)
             m = ops.accumulate(ahead, ops.times(state.m, self.momentum))
             zero = ops.cast(1 - ops.words((negative,)) * 2, "float32")

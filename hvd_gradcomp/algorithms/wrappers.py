@@ -56,6 +56,10 @@ class MomentumAfter(Composite):
         return self.inner.native_dtypes
 
     @property
+    def working(self) -> Compressor:
+        return self.inner.working
+
+    @property
     def correction(self) -> Correction:
         return self.momentum, self.nesterov
 
@@ -112,6 +116,10 @@ class After(Composite):
 
     def __repr__(self) -> str:
         return f"after({self.steps}, {self.first!r}, {self.then!r})"
+
+    @property
+    def working(self) -> Compressor:
+        return self.then.working
 
     @property
     def correction(self) -> Correction | None:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 from hvd_gradcomp.checkpoint.schema import CheckpointError, other_size
+from hvd_gradcomp.core import validate
 from hvd_gradcomp.runtime import typed_json
 
 MODES = ("sharded", "consolidated")
@@ -63,7 +64,7 @@ class _File(NamedTuple):
 def check_mode(mode: Any) -> None:
     """Raise a ValueError unless the mode is one of `MODES`."""
     if mode not in MODES:
-        raise ValueError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}")
+        raise ValueError(f"mode {validate.not_among(mode, MODES)}")
 
 
 def agree_on(mode: Any, names: Iterable[str], ranks: Ranks) -> None:

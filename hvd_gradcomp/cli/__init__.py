@@ -19,6 +19,7 @@ import click
 
 import hvd_gradcomp
 from hvd_gradcomp import __version__
+from hvd_gradcomp.core.suggestions import did_you_mean
 
 COMMANDS = ("doctor", "build", "build-horovod", "bench", "advise", "compare", "rendezvous")
 
@@ -33,6 +34,15 @@ class _Commands(click.Group):
         module = importlib.import_module(f"hvd_gradcomp.cli.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command of the arguments; for an unknown one name the nearest."""
+        if args[0] not in COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
+            nearest = did_you_mean(args[0], COMMANDS) or f"; there are {', '.join(COMMANDS)}"
+            raise click.UsageError(f"no command {args[0]!r}{nearest}", ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; for an error in user code, print only that code's traceback."""

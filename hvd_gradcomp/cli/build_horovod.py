@@ -34,7 +34,17 @@ def command(python: str) -> None:
       pip install 'cuda-toolkit[cccl,nvcc]'    # of the version that PyTorch has brought along
       HOROVOD_GPU_OPERATIONS=NCCL hvd-gradcomp build-horovod
     """
+    if not _is_python(python):
+        raise click.BadParameter(f"{python} is no Python that runs", param_hint="PYTHON")
     bash = shutil.which("bash")
     if bash is None:
         raise click.ClickException("there is no bash on the PATH, which runs the build: install it")
     sys.exit(subprocess.run([bash, str(SCRIPT), python]).returncode)
+
+
+def _is_python(program: str) -> bool:
+    try:
+        asked = subprocess.run([program, "-c", "print(2 + 2)"], capture_output=True)
+    except OSError:
+        return False
+    return asked.stdout.strip() == b"4"

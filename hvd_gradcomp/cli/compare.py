@@ -77,6 +77,12 @@ def command(
         raise click.UsageError(str(error)) from error
     if not inspect.isgeneratorfunction(train):
         raise click.UsageError(f"{function} is no generator function: it has to yield, see --help")
+    try:
+        inspect.signature(train).bind(None)
+    except TypeError as error:
+        raise click.UsageError(
+            f"{function} has to take one argument, the compressor: {error}"
+        ) from error
     compressors = [NoneCompressor(), *options.chosen(texts)]
     rows: list[dict[str, Any]] = []
     horovod: Any = None
@@ -141,7 +147,7 @@ def _trained(
     for step in range(steps):
         start = time.perf_counter()
         try:
-            losses.append(float(next(run)))
+            losses.append(_loss_of(next(run), step))
         except StopIteration:
             raise click.ClickException(
                 f"the training with {brief(compressor)} ended after {step} steps on rank "
@@ -172,6 +178,18 @@ def _trained(
     }
 
 
+def _loss_of(item: Any, step: int) -> float:
+    """Return what the training has yielded after a step as a number."""
+    try:
+        return float(item)
+    except (TypeError, ValueError, RuntimeError) as error:
+        text = output.short(item)
+        raise click.ClickException(
+            f"the training has to yield the loss after each step, a number; after step {step + 1} "
+            f"it was {text}"
+        ) from error
+
+
 def _gathered(item: Any, kind: Any, horovod: Any) -> list[Any]:
     """Gather the items of all ranks; see `hvd_gradcomp.runtime.typed_json`."""
     if isinstance(horovod, Distributed):
@@ -196,7 +214,7 @@ def _frontend(source: Any) -> Any:
     raise click.ClickException(
         "the training has to yield its hvd_gradcomp optimizer before the first step (or the list "
         "of variables, where it uses tapes; or the model that ddp.compress was given), not "
-        f"{source!r}"
+        f"{output.short(source)}"
     )
 
 

@@ -25,12 +25,15 @@ import click
 
 import hvd_gradcomp
 from hvd_gradcomp.cli import output
+from hvd_gradcomp.cli.hosts import parse
 from hvd_gradcomp.cli.inspection import Facts, inspect, run
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.usercode import faults, sources
 from hvd_gradcomp.core.installation import HOROVOD, build, cure
+from hvd_gradcomp.core.suggestions import did_you_mean
 from hvd_gradcomp.ops import building, native
 
+_VARIABLES = ("HVD_GRADCOMP_CACHE", "HVD_GRADCOMP_NATIVE")  # that users set
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "bright_black"}
 _LINES = 16  # shown of a failed self-test's output
 _GRACE = 15  # seconds for ranks of a self-test to print where they hang
@@ -134,7 +137,7 @@ def command(
         chosen,
         demanded=bool(frameworks),
         backends=backends or ("gloo", "mpi"),
-        hosts=[host.partition(":")[0] for host in hosts.split(",") if host],
+        hosts=[host.name for host in parse(hosts, counted=False)] if hosts else [],
         ssh_port=ssh_port,
         paths=paths,
         self_test=not no_self_test,
@@ -181,6 +184,7 @@ def _findings(
 ) -> Iterator[Finding]:
     yield from _python()
     yield from _package()
+    yield from _variables()
     with ThreadPoolExecutor() as pool:
         subjects = ["horovod", *(f.name for f in frameworks)]
         horovod, *answers = pool.map(lambda subject: inspect(subject, timeout), subjects)
@@ -221,20 +225,28 @@ def _python() -> Iterator[Finding]:
 def _package() -> Iterator[Finding]:
     place = Path(hvd_gradcomp.__file__).parent
     yield Finding("ok", "hvd_gradcomp", f"{hvd_gradcomp.__version__}, {place}")
-    if os.environ.get("HVD_GRADCOMP_NATIVE") == "0":
+    if os.environ.get(native.VARIABLE) == "0":
         fact = "left out by HVD_GRADCOMP_NATIVE=0: compression on a CPU is slower"
         yield Finding("warn", "its C library", fact, "unset HVD_GRADCOMP_NATIVE")
         return
     try:
         found = native.library() is not None
         fact = "loaded" if found else "not built: compression on a CPU is slower"
-    except (OSError, AttributeError) as error:
+    except (OSError, AttributeError, ValueError) as error:
         found, fact = False, f"does not load, compression on a CPU fails: {error}"
     remedy = "hvd-gradcomp build" if fact.startswith("not built") else "hvd-gradcomp build --anew"
     if not building.compiles():
         remedy = f"apt-get install build-essential  # as root\n{remedy}"
     mark = "ok" if found else "warn" if fact.startswith("not built") else "fail"
     yield Finding(mark, "its C library", fact, "" if found else remedy)
+
+
+def _variables() -> Iterator[Finding]:
+    """Warn about variables of the environment that begin like ours and mean nothing."""
+    for name in sorted(os.environ):
+        if name.startswith("HVD_GRADCOMP_") and name not in _VARIABLES:
+            nearest = did_you_mean(name, _VARIABLES) or f"; there are {', '.join(_VARIABLES)}"
+            yield Finding("warn", "environment", f"{name} means nothing{nearest}", f"unset {name}")
 
 
 def _framework(framework: _Framework, facts: Facts, needed: bool) -> Iterator[Finding]:

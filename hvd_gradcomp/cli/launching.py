@@ -21,6 +21,9 @@ from typing import IO, Any
 
 import click
 
+from hvd_gradcomp.cli.hosts import check_names, parse
+from hvd_gradcomp.core.installation import WITHOUT_HOROVOD
+
 TERMINAL = "HVD_GRADCOMP_TERMINAL"  # columns of the terminal that shows rank 0's stderr
 _RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "TORCHELASTIC_RUN_ID")
 _ENDED = "Terminated\n"  # the shell's line when horovodrun ends ranks because another failed
@@ -60,7 +63,11 @@ def with_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
         "-np", "ranks", type=click.IntRange(1), help="Start so many ranks, by horovodrun."
     )
     @click.option(
-        "-H", "--hosts", metavar="HOST:RANKS,...", help="Hosts of the ranks. Default: this one."
+        "-H",
+        "--hosts",
+        metavar="HOST:RANKS,...",
+        callback=_checked_hosts,
+        help="Hosts of the ranks. Default: this one.",
     )
     @click.option(
         "--horovodrun",
@@ -68,6 +75,7 @@ def with_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
         default="--gloo",
         show_default=True,
         metavar="OPTIONS",
+        callback=_checked_words,
         help='Other options of horovodrun, such as "--mpi" or "--gloo --network-interfaces eth0".',
     )
     @functools.wraps(command)
@@ -80,15 +88,38 @@ def with_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
             return command(**given)
         if find_spec("horovod") is None:
             raise click.ClickException(
-                "-np starts ranks by horovodrun, and Horovod is not installed: `hvd-gradcomp "
-                "doctor` says what to do"
+                f"-np starts ranks by horovodrun, and Horovod is not installed. {WITHOUT_HOROVOD}"
             )
-        where = ["-H", hosts] if hosts else []
+        where = []
+        if hosts is not None:
+            known = parse(hosts)
+            slots = sum(host.ranks or 0 for host in known)
+            if ranks > slots:
+                raise click.UsageError(
+                    f"-np {ranks} asks for {ranks} ranks, and -H {hosts} has {slots}: raise the "
+                    "numbers behind the hosts, or name more hosts"
+                )
+            check_names(known)
+            where = ["-H", hosts]
         program = [sys.executable, "-m", "hvd_gradcomp", *sys.argv[1:]]
         launch = [sys.executable, "-m", "horovod.runner.launch", *shlex.split(words)]
         sys.exit(run([*launch, "-np", str(ranks), *where, *program]))
 
     return started
+
+
+def _checked_hosts(ctx: click.Context, parameter: click.Parameter, text: str | None) -> str | None:
+    if text is not None:
+        parse(text)
+    return text
+
+
+def _checked_words(ctx: click.Context, parameter: click.Parameter, text: str) -> str:
+    try:
+        shlex.split(text)
+    except ValueError as error:
+        raise click.BadParameter(f"{text!r}: {error}".lower()) from error
+    return text
 
 
 def run(command: list[str]) -> int:
@@ -138,7 +169,23 @@ def _explain(said: list[tuple[str | None, str]]) -> None:
     """Print the lines that rank 0 has not printed."""
     first = {line for rank, line in said if rank == "0"}
     others = [one for one in said if one[0] not in ("0", None) and one[1] not in first]
-    if not others and not any("Error" in line for line in first):
-        others = [one for one in said if one[0] is None]
     for rank, line in others:
-        click.echo(line if rank is None else f"[{rank}] {line}", err=True, nl=False)
+        click.echo(f"[{rank}] {line}", err=True, nl=False)
+    if not others and not any("Error" in line for line in first):
+        text = "".join(line for rank, line in said if rank is None)
+        click.echo(_reason(text), err=True, nl=False)
+
+
+def _reason(text: str) -> str:
+    """Return a launcher's own lines; of a traceback or a usage only what is wrong, in a line."""
+    usage = re.search(r"^\S+: error: (.+)$", text, re.MULTILINE)
+    error = usage and usage[1]
+    if "Traceback (most recent call last):" in text:
+        last = text.rpartition("Traceback (most recent call last):")[2]
+        raised = re.search(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |$)", last, re.MULTILINE)
+        if raised:
+            error = " ".join(last[raised.end() :].split()) or raised[0]
+    unreached = re.findall(r"^ssh not successful for host (\S+):\n(.+)$", text, re.MULTILINE)
+    if unreached:
+        error = "; ".join(f"ssh does not reach host {host}: {why}" for host, why in unreached)
+    return f"Error: the ranks cannot be started: {error}\n" if error else text

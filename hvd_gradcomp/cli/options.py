@@ -21,6 +21,8 @@ from hvd_gradcomp.cli import style
 from hvd_gradcomp.cli.output import in_folder, with_json, writing
 from hvd_gradcomp.core import registry
 from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.installation import WITHOUT_HOROVOD
+from hvd_gradcomp.core.suggestions import did_you_mean, unknown_parameters
 
 WIDTH = 80  # columns of a terminal
 NAMES = 19  # columns for a row's name
@@ -131,13 +133,24 @@ def _parsed(text: str) -> Compressor:
     except (_NotWritten, SyntaxError, RecursionError, MemoryError):
         made = None
     except Exception as error:
-        raise click.BadParameter(f"{text!r}: {error}; there are {', '.join(_names())}") from error
+        raise click.BadParameter(f"{_short(text)}: {error}") from error
     if not isinstance(made, Compressor):
+        nearest = _nearest(text)
         raise click.BadParameter(
-            f"{_short(text)} is no compressor; give one of {', '.join(_names())}, or write one as "
-            "in Python, of names, numbers and texts, such as 'QSGDCompressor(bits=4)'"
+            f"{_short(text)} is no compressor{nearest or '.'} Give one of {', '.join(_names())}, "
+            "or write one as in Python, of names, numbers and texts, such as "
+            "'QSGDCompressor(bits=4)'"
         )
     return made
+
+
+def _nearest(text: str) -> str:
+    """Return the name nearest to the first one in a text that is not known; see `did_you_mean`."""
+    makers = [*_MAKERS, *(name for name in registry.known() if name in vars(hvd_gradcomp))]
+    if "(" not in text:
+        return did_you_mean(text.strip(), [*_names(), *makers])
+    called = re.findall(r"(\w+)\(", text)
+    return next((did_you_mean(name, makers) for name in called if name not in makers), "")
 
 
 class _NotWritten(Exception):  # noqa: N818 - it never leaves this module
@@ -155,6 +168,9 @@ def _made(node: ast.expr) -> Any:
             raise _NotWritten
         arguments = [_made(one) for one in node.args]
         named = {str(keyword.arg): _made(keyword.value) for keyword in node.keywords}
+        error = unknown_parameters(maker, named)
+        if error:
+            raise ValueError(error)
         return maker(*arguments, **named)
     if isinstance(node, ast.Dict) and None not in node.keys:
         keys = [_made(key) for key in node.keys if key is not None]
@@ -255,7 +271,7 @@ def started() -> Any:
     """Initialize Horovod for PyTorch and return it; this package logs only errors.
 
     Raises:
-        click.ClickException: it does not import; `doctor` says why.
+        click.ClickException: it does not import.
     """
     try:
         import horovod.torch as horovod
@@ -263,8 +279,8 @@ def started() -> Any:
         initialise = horovod.init  # missing if it was built without PyTorch
     except Exception as error:
         raise click.ClickException(
-            f"Horovod for PyTorch does not import: {error}. `hvd-gradcomp doctor` says what is "
-            "missing and what to do"
+            f"this command measures over Horovod for PyTorch, which does not import: {error}. "
+            f"{WITHOUT_HOROVOD}"
         ) from error
     logger = logging.getLogger("hvd_gradcomp")
     click.get_current_context().call_on_close(partial(logger.setLevel, logger.level))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -20,6 +21,16 @@ def counted(number: int, noun: str) -> str:
     ('1 host', '1,200 ranks')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def short(item: Any) -> str:
+    """Return the `repr` of a user's object in one line; a long one cut.
+
+    >>> short([1, 2]), short("x" * 100)[-6:]
+    ('[1, 2]', 'xxx...')
+    """
+    text = " ".join(repr(item).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def status(what: str) -> AbstractContextManager[Any]:
@@ -43,9 +54,20 @@ def with_json(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_folder(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> Path | None:
-    """Check, before any measurement, that the file's folder exists."""
-    if path is not None and not is_screen(path) and not path.parent.is_dir():
+    """Check, before any measurement, that the file can be written."""
+    if path is None or is_screen(path):
+        return path
+    if not path.parent.is_dir():
         raise click.BadParameter(f"there is no folder {path.parent}: make it, or write elsewhere")
+    try:
+        if path.exists():
+            path.open("a").close()
+        else:
+            tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise click.BadParameter(
+            f"{path} cannot be written ({error.strerror}): write elsewhere"
+        ) from error
     return path
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 
 import click
 
@@ -30,6 +32,11 @@ def command(host: str, port: int) -> None:
     try:
         store = rendezvous.serve(host, port)
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}, port {port}: {error}") from error
+        named = isinstance(error, socket.gaierror) or not error.errno
+        reason = error.strerror if named else os.strerror(error.errno or 0)
+        raise click.ClickException(
+            f"cannot listen on {host}, port {port}: {reason}. Give an address of this machine as "
+            "--host, and a free port as --port"
+        ) from error
     click.echo(f"ranks meet at port {store.port}")
     signal.sigwait({signal.SIGINT, signal.SIGTERM})

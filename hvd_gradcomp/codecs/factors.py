@@ -68,6 +68,13 @@ class FactorCompressor(Clipping, Compressor):
         shapes = map(self.matrix, layout.with_outputs_first().shapes)
         return [Matrix(at, *shape) for at, shape in zip(layout.offsets, shapes) if shape]
 
+    def sizes(self, layout: Layout) -> tuple[int, int, int]:
+        """Return the elements of all left factors, of all right ones, and between the matrices."""
+        matrices = self.matrices(layout)
+        left = sum(m.rows * m.rank for m in matrices)
+        right = sum(m.columns * m.rank for m in matrices)
+        return left, right, layout.size - sum(m.rows * m.columns for m in matrices)
+
     def layer_bytes(self, shape: Sequence[int]) -> float:
         found = self.matrix(shape)
         return 4 * prod(shape) if found is None else 4 * found[2] * (found[0] + found[1])

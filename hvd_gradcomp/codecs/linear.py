@@ -13,6 +13,7 @@ from typing import Any
 from hvd_gradcomp.core import patterns
 from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
+from hvd_gradcomp.core.cost_model import Exchange
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor, ops_of
 
@@ -38,6 +39,10 @@ class LinearCompressor(Compressor):
 
     def layer_bytes(self, shape: Sequence[int]) -> float:
         return self.itemsize * prod(shape)
+
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
+        width = 2 if self.in_halves(layout) else 8 if layout.dtype == "float64" else 4
+        return Exchange("allreduce", (("allreduce", float(width * layout.size)),))
 
     def init(self, ops: Ops, layout: Layout) -> tuple[()]:
         del ops, layout

@@ -27,7 +27,7 @@ from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.collectives import Allgather, Alltoall
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, State, derived
-from hvd_gradcomp.core.cost_model import volume
+from hvd_gradcomp.core.cost_model import Exchange, cheapest, dense_exchange
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.row_groups import RowGroup, RowGroups
 from hvd_gradcomp.ops import Ops, Tensor
@@ -129,21 +129,23 @@ class QuantizedCompressor(Compressor):
         groups = max(cut.groups for cut in self.cuts(layout, world))
         return _parts_of(self, groups, self.shard_size(layout, world))
 
-    def moved_bytes(self, layout: Layout, world: int, exchange: str) -> float:
-        """Return the bytes that each rank receives in an exchange, or in an "allreduce"."""
-        head = wire.HEADER_BYTES
-        if exchange == "allreduce":
-            return volume("allreduce", 4.0 * layout.elements, world)
-        if exchange == "allgather":
-            return (world - 1) * (head + int(wire.body_bytes(self.parts(layout))))
-        shard = int(wire.body_bytes(self.shard_parts(layout, world)))
-        return 2 * (world - 1) * (head + shard)
+    def exchanges(self, layout: Layout, ranks: int) -> list[Exchange]:
+        """Return all exchanges that the method has, by allgather first and dense last."""
+        payload = float(wire.packed_bytes(self.parts(layout)))
+        shard = float(wire.packed_bytes(self.shard_parts(layout, ranks)))
+        two_shot = ("alltoall", ranks * shard), ("allgather", shard)
+        return [
+            Exchange("allgather", (("allgather", payload),)),
+            Exchange("two_shot", two_shot),
+            dense_exchange(layout.elements),
+        ]
 
-    def resolve_exchange(self, layout: Layout, world: int) -> str:
-        """Resolve "auto" to the exchange that moves the fewest bytes, "allreduce" included."""
-        if self.exchange != "auto":
-            return self.exchange
-        return min(_PROGRAMS, key=lambda way: self.moved_bytes(layout, world, way))
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
+        """Return the exchange that was asked for; for "auto" the one that moves fewest bytes."""
+        exchanges = self.exchanges(layout, ranks)
+        if self.exchange == "auto":
+            return cheapest(exchanges, ranks)
+        return next(one for one in exchanges if one.kind == self.exchange)
 
     def layer_bytes(self, shape: Sequence[int]) -> float:
         padded = -(-prod(shape) // GROUP) * GROUP
@@ -160,8 +162,8 @@ class QuantizedCompressor(Compressor):
         self, ops: Ops, context: Context, gradient: Tensor, state: State, **extra: Tensor
     ) -> Program:
         del extra
-        exchange = self.resolve_exchange(context.layout, context.size)
-        return _PROGRAMS[exchange](self, ops, context, gradient, state)
+        exchange = self.exchange_of(context.layout, context.size)
+        return _PROGRAMS[exchange.kind](self, ops, context, gradient, state)
 
     def collect(self, ops: Ops, gradient: Tensor, state: State) -> Tensor:
         """Return the tensor to quantize. Donates the gradient, leaves the state unchanged."""
@@ -513,5 +515,5 @@ def _key(ops: Ops, codec: QuantizedCompressor, context: Context, stage: int) -> 
 _PROGRAMS: dict[str, Callable[..., Program]] = {
     "allgather": allgather,
     "two_shot": two_shot,
-    "allreduce": allreduce,
+    "dense": allreduce,
 }

@@ -18,6 +18,7 @@ from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
 from hvd_gradcomp.core.collectives import Allgather, Switch
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report, State
+from hvd_gradcomp.core.cost_model import Exchange, dense_exchange
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.interface.header import ReductionSpec
@@ -116,6 +117,13 @@ class SparseCompressor(Clipping, Compressor):
         """Return the bytes that a rank hands to collectives at this level, header included."""
         body = 4 * layout.elements if level.summed else self.body_bytes(layout, level)
         return wire.HEADER_BYTES + body
+
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange | None:
+        """Return the exchange of a bucket for which no payload is small enough, else None."""
+        schedule = self.capacity_schedule(layout, ranks)
+        if schedule.summed and not schedule.capacities:
+            return dense_exchange(layout.elements, wire.HEADER_BYTES)
+        return None
 
     @abstractmethod
     def encode(self, level: CapacityLevel, inputs: StepInputs) -> tuple[Encoded, Any]:

@@ -28,7 +28,7 @@ from hvd_gradcomp.codecs.topk_select import largest, of_blocks
 from hvd_gradcomp.codecs.values import VALUES, ValueCoding
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
-from hvd_gradcomp.core.cost_model import most_gathered
+from hvd_gradcomp.core.cost_model import Exchange, dense_exchange, most_gathered
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.kernel_params import CapacityLevel, Collecting, Form
@@ -134,6 +134,13 @@ class TopKCompressor(SparseCompressor):
         capacities, sizes = self.capacities(layout), _sizes_of(self, layout)
         fit = sum(1 for _ in takewhile(lambda size: size <= most, sizes))
         return CapacitySchedule(capacities[:fit], summed=fit < len(capacities))
+
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
+        capacities = self.capacity_schedule(layout, ranks).capacities
+        if not capacities:
+            return dense_exchange(layout.elements, wire.HEADER_BYTES)
+        payload = self.payload_bytes(layout, CapacityLevel(0, capacities[0], False))
+        return Exchange("allgather", (("allgather", float(payload)),))
 
     def parts(self, layout: Layout, capacity: int | None = None) -> dict[str, wire.Part]:
         """Return the parts of a body with this capacity; by default the maximum."""

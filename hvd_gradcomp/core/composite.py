@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvd_gradcomp.core.compressor import Compressor, State, derived
+from hvd_gradcomp.core.cost_model import Exchange
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops
 
@@ -49,6 +50,7 @@ class Composite(Compressor):
     def max_bucket(self) -> int:
         return min(child.max_bucket for child in self.children.values())
 
+    compresses = _any_child("compresses")
     outputs_first = _any_child("outputs_first")
     whole_model = _any_child("whole_model")
     uses_moments = _any_child("uses_moments")
@@ -81,6 +83,10 @@ class Composite(Compressor):
     def layer_bytes(self, shape: Sequence[int]) -> float | None:
         """Return the estimate of the last child, the one that works in the end."""
         return [*self.children.values()][-1].layer_bytes(shape)
+
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange | None:
+        """Return the exchange of the last child, the one that works in the end."""
+        return [*self.children.values()][-1].exchange_of(layout, ranks)
 
     def retrained(self, ops: Ops, state: State, step: Any) -> State:
         """Return the state after each child has restarted its learning."""

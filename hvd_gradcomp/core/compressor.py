@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from hvd_gradcomp.core import registry
 from hvd_gradcomp.core.collectives import Collective
+from hvd_gradcomp.core.cost_model import Exchange, dense_exchange
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import BLOCK, Layout
 from hvd_gradcomp.ops import Ops, Tensor
@@ -97,6 +98,7 @@ class Compressor(ABC):
         whole_model: all layers share one bucket, so nothing is sent before the last gradient.
         state_format: version of a saved state; changes when its tensors, or their meaning, change.
         runs: whether it has programs of its own; a partition only chooses among other compressors.
+        compresses: whether it sends fewer bytes, or means to; warnings are for such methods.
         is_linear: whether it only sums gradients, or casts of them.
         uses_moments: whether `aggregate` takes `moment=`, the sum of squared sample gradients.
         keeps_gradient: whether its state may take over the gradient's memory, see `Context`, which
@@ -116,6 +118,7 @@ class Compressor(ABC):
     whole_model: bool = False
     state_format: int = 1
     runs: bool = True
+    compresses: bool = True
     is_linear: bool = False
     uses_moments: bool = False
     keeps_gradient: bool = False
@@ -163,6 +166,11 @@ class Compressor(ABC):
         """Return 32 bits that differ when the layout, the method or a hyper-parameter differs."""
         return zlib.crc32(repr(self).encode(), layout.digest)
 
+    @property
+    def working(self) -> Compressor:
+        """Compressor of the last phase, without wrappers; by default this one."""
+        return self
+
     # -- which layers it takes -----------------------------------------------------------------
 
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> Sequence[Compressor]:
@@ -184,6 +192,64 @@ class Compressor(ABC):
             shape: with the outputs first, as in `core.layout.outputs_first`.
         """
         return None
+
+    def exchange_of(self, layout: Layout, ranks: int) -> Exchange | None:
+        """Return how a bucket travels among so many ranks; None if its gradients decide.
+
+        A method whose payload may have several sizes returns the smallest. Where that moves no
+        fewer bytes than dense gradients, users are warned at the first step.
+        """
+        return None
+
+    def drawbacks(self, layouts: Sequence[Layout], ranks: int) -> list[str]:
+        """Return warnings for users, one a line, if it does not pay on these buckets.
+
+        By default it does not pay where it moves no fewer bytes than dense gradients; see
+        `exchange_of`.
+        """
+        exchanges = [self.exchange_of(layout, ranks) for layout in layouts]
+        known = [exchange for exchange in exchanges if exchange is not None]
+        elements = sum(layout.elements for layout in layouts)
+        dense = dense_exchange(elements).received(ranks)
+        received = sum(exchange.received(ranks) for exchange in known)
+        if not self.compresses or ranks == 1 or len(known) < len(exchanges) or received < dense:
+            return []
+        if all(exchange.kind == "dense" for exchange in known):
+            reason = (
+                "the payloads of all others would bring each rank more than dense gradients, so "
+                f"what is sent is added up by an allreduce of {4 * elements:,} bytes a step"
+            )
+        else:
+            reason = (
+                f"each rank receives {received:,.0f} bytes a step, and {dense:,.0f} with dense "
+                "gradients"
+            )
+        return [
+            f"nothing is saved among {ranks} ranks: {reason}. Send less, compress between hosts "
+            f"only (hierarchical=True), or use compression=None. It is {self}"
+        ]
+
+    def idle(self, methods: Sequence[Compressor]) -> bool:
+        """Return True if it is to compress, and none of its model's buckets is compressed.
+
+        Args:
+            methods: of the buckets; the layers that it has left to others have other methods.
+        """
+        return self.compresses and not any(method.compresses for method in methods)
+
+    def idle_reason(self, names: Sequence[str], dense: int) -> str:
+        """Return the warning for a model of which it compresses nothing.
+
+        Args:
+            names: of all layers.
+            dense: bytes of their gradients.
+        """
+        return (
+            f"no layer is compressed: all {len(names)} are sent dense, {dense:,} bytes a step, "
+            "since none would take less, or none is of the kind that the method is for. Use "
+            "compression=None, or another method; hvd.describe lists the layers. It is "
+            f"{self}"
+        )
 
     # -- reports -------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import statistics
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -45,6 +45,52 @@ def volume(kind: str, size: float, ranks: int) -> float:
         "broadcast": math.ceil(math.log2(ranks)),
     }
     return size * shares[kind]
+
+
+class Exchange(NamedTuple):
+    """Collectives that a bucket travels by in one step.
+
+    Attributes:
+        kind: "dense" for an allreduce of 4 bytes for each element of the bucket; otherwise the
+            method's word, such as "allgather" or "two_shot".
+        collectives: kind and bytes that a rank hands over, in order; for a broadcast the leader's.
+    """
+
+    kind: str
+    collectives: tuple[tuple[str, float], ...]
+
+    def received(self, ranks: int) -> float:
+        """Return the bytes over the busiest rank's link, one way; see `volume`."""
+        return sum(volume(kind, size, ranks) for kind, size in self.collectives)
+
+
+class Course(NamedTuple):
+    """Bytes that a rank hands to collectives in a method that learns; the mean over ranks."""
+
+    learning: float  # in total while it learns
+    step: float  # for each step afterwards
+    dense: float  # for each step without compression
+
+    @classmethod
+    def total(cls, courses: Iterable[Course]) -> Course:
+        """Return the sum over buckets."""
+        return cls(*map(sum, zip(*courses)))
+
+
+def dense_exchange(elements: int, header: int = 0) -> Exchange:
+    """Return the exchange that allreduces all elements as float32.
+
+    Args:
+        elements: of the bucket.
+        header: bytes of the header that each rank sends all others first.
+    """
+    headers = (("allgather", float(header)),) if header else ()
+    return Exchange("dense", (*headers, ("allreduce", 4.0 * elements)))
+
+
+def cheapest(exchanges: Sequence[Exchange], ranks: int) -> Exchange:
+    """Return the exchange that moves the fewest bytes, of equal ones the first."""
+    return min(exchanges, key=lambda exchange: exchange.received(ranks))
 
 
 def most_gathered(size: float, ranks: int) -> float:

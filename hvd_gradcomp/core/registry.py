@@ -93,6 +93,11 @@ def register(cls: type[Any]) -> int:
     return number
 
 
+def published() -> list[str]:
+    """Return the class names of this package's methods, without the one that compresses nothing."""
+    return [name for name in RESERVED if name.endswith("Compressor") and name != "NoneCompressor"]
+
+
 def known() -> dict[str, type[Any]]:
     """Return all methods that have been defined, by name."""
     return dict(_known)

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Collection
 from typing import Any
 
+from hvd_gradcomp.core.suggestions import did_you_mean
+
 INDEX_CODINGS = ("delta", "elias_fano", "deflate", "int32")
 POLICIES = ("skip", "raise", "propagate")  # for gradients that are not finite
 
@@ -70,15 +72,24 @@ def one_of(owner: Any, name: str, choices: Collection[Any]) -> None:
     """Require one of a few values."""
     value = getattr(owner, name)
     if value not in choices:
-        listed = ", ".join(repr(c) for c in choices)
-        raise ValueError(f"{type(owner).__name__}: {name} must be one of {listed}, got {value!r}")
+        raise ValueError(f"{type(owner).__name__}: {name} {not_among(value, choices)}")
+
+
+def not_among(value: Any, choices: Collection[Any]) -> str:
+    """Return the error text for a value that is none of the choices, with the nearest of them.
+
+    >>> not_among("mediam", ("clip", "median"))
+    "must be one of 'clip', 'median', got 'mediam'; did you mean 'median'?"
+    """
+    texts = [choice for choice in choices if isinstance(choice, str)]
+    nearest = did_you_mean(value, texts) if isinstance(value, str) else ""
+    return f"must be one of {', '.join(map(repr, choices))}, got {value!r}{nearest}"
 
 
 def policy(nonfinite: Any) -> None:
     """Require one of `POLICIES`, or None."""
     if nonfinite is not None and nonfinite not in POLICIES:
-        listed = ", ".join(map(repr, POLICIES))
-        raise ValueError(f"nonfinite must be one of {listed} or None, got {nonfinite!r}")
+        raise ValueError(f"nonfinite {not_among(nonfinite, (*POLICIES, None))}")
 
 
 def exchange(
@@ -128,5 +139,6 @@ def attribute(name: str, what: str) -> Any:
             raise  # the module is there; what it imports is not
         raise NoSuchNameError(f"{name}: no module {module!r} from {os.getcwd()}") from error
     if not hasattr(found, attribute):
-        raise NoSuchNameError(f"{name}: module {module!r} has no {attribute!r}")
+        nearest = did_you_mean(attribute, vars(found))
+        raise NoSuchNameError(f"{name}: module {module!r} has no {attribute!r}{nearest}")
     return getattr(found, attribute)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+
+TOTAL = MappingProxyType({"total": True})  # metadata of fields that grow from step to step
 
 
 @dataclass(frozen=True)
@@ -45,17 +48,17 @@ class CompressionStats:
             are compared.
     """
 
-    steps: int = 0
-    elements: int = 0
-    elements_sent: int = 0
-    bytes_dense: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
+    steps: int = field(default=0, metadata=TOTAL)
+    elements: int = field(default=0, metadata=TOTAL)
+    elements_sent: int = field(default=0, metadata=TOTAL)
+    bytes_dense: int = field(default=0, metadata=TOTAL)
+    bytes_sent: int = field(default=0, metadata=TOTAL)
+    bytes_received: int = field(default=0, metadata=TOTAL)
     layers: dict[str, int] = field(default_factory=dict)
     losses: dict[str, float] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
-    skipped: int = 0
-    rung_changes: int = 0
+    skipped: int = field(default=0, metadata=TOTAL)
+    rung_changes: int = field(default=0, metadata=TOTAL)
     residual_norm: float | None = None
     gradient_norm: float | None = None
     seconds_waited: float | None = field(default=None, compare=False)
@@ -131,8 +134,8 @@ class CompressionStats:
 
     def __sub__(self, earlier: CompressionStats) -> CompressionStats:
         """Return the span between two readings; losses and norms are those of the later one."""
-        counts = [f.name for f in fields(self) if f.type == "int"]  # annotations are texts
-        span = {name: getattr(self, name) - getattr(earlier, name) for name in counts}
+        totals = [f.name for f in fields(self) if f.metadata == TOTAL]
+        span = {name: getattr(self, name) - getattr(earlier, name) for name in totals}
         layers = {name: n - earlier.layers.get(name, 0) for name, n in self.layers.items()}
         waited = self.seconds_waited
         if waited is not None:

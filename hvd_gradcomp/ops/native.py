@@ -15,6 +15,7 @@ from typing import Any
 
 from hvd_gradcomp.ops.building import LIBRARY
 
+VARIABLE = "HVD_GRADCOMP_NATIVE"
 LOGGER = logging.getLogger("hvd_gradcomp")
 
 _P, _N, _I = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -26,10 +27,22 @@ _SIGNATURES: dict[str, tuple[Any, Sequence[Any]]] = {  # of c/calls.h; and of c/
 }
 
 
+def enabled() -> bool:
+    """Return False if the environment disables what is written in C.
+
+    Raises:
+        ValueError: the variable has a value without a meaning.
+    """
+    value = os.environ.get(VARIABLE) or "1"
+    if value not in ("0", "1"):
+        raise ValueError(f"{VARIABLE} must be 0, to do without the C library, or 1, got {value!r}")
+    return value == "1"
+
+
 @lru_cache(maxsize=1)
 def library() -> Any:
     """Return the loaded library, or None."""
-    if os.environ.get("HVD_GRADCOMP_NATIVE") == "0":
+    if not enabled():
         return None
     path = Path(__file__).with_name(LIBRARY)
     if not path.exists():

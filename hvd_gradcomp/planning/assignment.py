@@ -87,7 +87,7 @@ def role(*names: str) -> Role:
     """
     for name in names:
         if name not in ROLES:
-            raise ValueError(f"role must be one of {', '.join(ROLES)}, got {name!r}")
+            raise ValueError(f"role {validate.not_among(name, ROLES)}")
     if not names:
         raise ValueError(f"role() needs at least one of {', '.join(ROLES)}")
     return Role(names)

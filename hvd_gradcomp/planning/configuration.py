@@ -11,6 +11,7 @@ from typing import Any
 
 from hvd_gradcomp.core import registry
 from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.suggestions import did_you_mean, unknown_parameters
 from hvd_gradcomp.planning.assignment import Named, Role, Smaller
 
 _CLASS = "class"  # no field can be called so
@@ -57,10 +58,14 @@ def from_config(config: Any) -> Any:
     name = config.get(_CLASS)
     known = _RULES.get(str(name)) or registry.find(str(name))
     if known is None:
+        nearest = did_you_mean(str(name), [*_RULES, *registry.known()])
         raise ValueError(
-            f"there is no compressor {name!r} here: import the module that defines it, install the "
-            "package that has it, or use the version of hvd_gradcomp that saved it"
+            f"there is no compressor {name!r} here{nearest or '.'} Import the module that defines "
+            "it, install the package that has it, or use the version of hvd_gradcomp that saved it"
         )
+    unknown = unknown_parameters(known, values)
+    if unknown:
+        raise ValueError(f"{unknown}; another version of hvd_gradcomp may have saved it")
     try:
         return known(**values)
     except TypeError as error:

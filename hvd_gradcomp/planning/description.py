@@ -13,7 +13,7 @@ from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout, outputs_first
 from hvd_gradcomp.planning.assignment import assign
-from hvd_gradcomp.planning.worth import at_work, goes_dense
+from hvd_gradcomp.planning.worth import goes_dense
 
 
 class Table(str):
@@ -47,7 +47,7 @@ def describe(
         method: _of(method, layers, assigned, filters_last) for method in dict.fromkeys(assigned)
     }
     summed = {
-        method for method, layout in whole.items() if goes_dense(at_work(method), layout, ranks)
+        method for method, layout in whole.items() if goes_dense(method.working, layout, ranks)
     }
     for (name, shape, _), method in zip(layers, assigned):
         size = 4 * prod(shape)
@@ -73,7 +73,7 @@ def describe(
 
 def _unknown(method: Compressor) -> str:
     """Return the text for a compressor that does not predict a layer's bytes."""
-    return "4 an element sent" if isinstance(at_work(method), ThresholdCompressor) else "not known"
+    return "4 an element sent" if isinstance(method.working, ThresholdCompressor) else "not known"
 
 
 def _of(

@@ -1,42 +1,23 @@
 """Warnings at the first step if compression does not pay on a model.
 
-The bytes of learning methods are known in advance, while learning and afterwards; both are compared
-with dense gradients. Methods that send a fixed number of elements move as many bytes as dense
-gradients if there are so many ranks that their payloads are summed. Methods whose payload depends
-on the gradients get no warning, unless they compress no layer of the model.
+A method says itself where it does not pay (`Compressor.drawbacks`): by default if its exchange
+moves no fewer bytes than dense gradients; methods that learn by their bytes while learning and
+afterwards. Methods whose payload depends on the gradients get no warning, unless they compress no
+layer of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from math import inf, prod
-from typing import NamedTuple
+from collections.abc import Sequence
+from math import prod
 
-from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
-from hvd_gradcomp.algorithms.lgc import LGCCompressor
-from hvd_gradcomp.algorithms.lgc.server import Server
-from hvd_gradcomp.algorithms.scalecom import ScaleComCompressor
-from hvd_gradcomp.algorithms.wrappers import After, MomentumAfter
-from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.codecs.quantized import QuantizedCompressor
-from hvd_gradcomp.codecs.sparse import SparseCompressor
 from hvd_gradcomp.codecs.threshold import ThresholdCompressor
-from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.cost_model import gathers_rows
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout, outputs_first
 
 Plan = Sequence[tuple[Compressor, Layout]]
-
-
-class Course(NamedTuple):
-    """Bytes that a rank hands to collectives for a bucket; mean over ranks."""
-
-    learning: float  # in total while it learns
-    step: float  # for each step afterwards
-    dense: float  # for each step without compression
 
 
 def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
@@ -47,56 +28,26 @@ def warnings(compressor: Compressor, plan: Plan, ranks: int) -> list[str]:
         plan: the buckets with their compressors, from `assignment.plan`.
         ranks: number of ranks that exchange.
     """
-    kinds = [(at_work(method), layout) for method, layout in plan]
+    kinds = [(method.working, layout) for method, layout in plan]
     elements = sum(layout.elements for _, layout in kinds)
     names = [name for _, layout in plan for name in layout.names]
-    nothing = idle(compressor, plan)
-    if nothing and isinstance(compressor, GradiVeQCompressor):
-        listed = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
-        return [
-            f"GradiVeQ compresses nothing: none of {len(names)} layers is a convolution that takes "
-            f"fewer bytes so, {4 * elements:,} dense: {listed}. Use another method; these all go "
-            f"to other={compressor.others}"
-        ]
-    if nothing:
-        return [
-            f"no layer is compressed: all {len(names)} are sent dense, {4 * elements:,} bytes a "
-            "step, since none would take less, or none is of the kind that the method is for. Use "
-            "compression=None, or another method; hvd.describe lists the layers. It is "
-            f"{compressor}"
-        ]
+    if idle(compressor, plan):
+        return [compressor.idle_reason(names, 4 * elements)]
     texts = []
     for method in dict.fromkeys(method for method, _ in kinds):
-        layouts = [layout for other, layout in kinds if other == method]
-        if isinstance(method, LGCCompressor):
-            texts.append(_of_lgc(method, _total(lgc_course(method, x, ranks) for x in layouts)))
-        elif isinstance(method, GradiVeQCompressor):
-            texts.append(
-                _of_gradiveq(method, _total(gradiveq_course(method, x, ranks) for x in layouts))
-            )
-            texts.append(_of_ratio(method, layouts))
-        elif all(goes_dense(method, x, ranks) for x in layouts):
-            texts.append(_of_dense(method, 4 * sum(x.elements for x in layouts), ranks))
-    return [line for line in texts if line]
+        texts += method.drawbacks([layout for other, layout in kinds if other == method], ranks)
+    return texts
 
 
 def idle(compressor: Compressor, plan: Plan) -> bool:
     """Return True if the compressor would compress no layer; `warnings` says why."""
-    if isinstance(compressor, GradiVeQCompressor):
-        return all(at_work(method) != compressor for method, _ in plan)
-    return _compresses(compressor) and not any(_compresses(method) for method, _ in plan)
+    return compressor.idle([method for method, _ in plan])
 
 
 def goes_dense(method: Compressor, layout: Layout, ranks: int) -> bool:
     """Return True if a bucket always moves the bytes of a dense allreduce with so many ranks."""
-    if isinstance(method, ScaleComCompressor):
-        return method.sends_all(layout, ranks)
-    if isinstance(method, QuantizedCompressor):
-        return method.resolve_exchange(layout, ranks) == "allreduce"
-    if isinstance(method, SparseCompressor):
-        schedule = method.capacity_schedule(layout, ranks)
-        return schedule.summed and not schedule.capacities
-    return False
+    exchange = method.exchange_of(layout, ranks)
+    return exchange is not None and exchange.kind == "dense"
 
 
 def most_rows(
@@ -120,7 +71,7 @@ def most_rows(
     width = {"float64": 8, "float16": 2}.get(dtype, 4)  # bytes on the wire
     dense = prod(shape) * (width if dtype in method.native_dtypes else 4)
     payload = method.layer_bytes(outputs_first(name, shape) if filters_last else shape)
-    if payload is None and isinstance(at_work(method), ThresholdCompressor):
+    if payload is None and isinstance(method.working, ThresholdCompressor):
         return -1
 
     def pays(rows: int) -> bool:
@@ -135,112 +86,3 @@ def most_rows(
         middle = (low + high) // 2
         low, high = (middle, high) if pays(middle) else (low, middle)
     return low
-
-
-def _of_dense(method: Compressor, dense: int, ranks: int) -> str:
-    return (
-        f"nothing is saved among {ranks} ranks: the payloads of all others would bring each rank "
-        f"more than dense gradients, so what is sent is added up by an allreduce of {dense:,} "
-        "bytes a step. Send less, compress between hosts only (hierarchical=True), or use "
-        f"compression=None. It is {method}"
-    )
-
-
-def _compresses(compressor: Compressor) -> bool:
-    if isinstance(compressor, MomentumAfter):
-        return _compresses(compressor.inner)
-    if isinstance(compressor, After):
-        return _compresses(compressor.first) or _compresses(compressor.then)
-    return not isinstance(compressor, NoneCompressor)
-
-
-def _total(courses: Iterable[Course]) -> Course:
-    return Course(*map(sum, zip(*courses)))
-
-
-def _of_lgc(method: LGCCompressor, course: Course) -> str:
-    """Warn about LGC, which learns once, before the rest of the training."""
-    learning, step, dense = course
-    steps = method.full_steps + method.train_steps
-    extra, saved = learning - steps * dense, dense - step
-    pays = steps + extra / saved if saved > 0 else inf
-    if pays <= 2 * steps and extra <= 0.5 * steps * dense:
-        return ""
-    when = f"so it pays from step {pays:,.0f} on" if saved > 0 else "so it never pays"
-    return (
-        f"LGC sends more than dense gradients on this model: {learning / steps:,.0f} bytes a step "
-        f"and rank in the {steps} steps in which it learns, the autoencoder's parameters and what "
-        f"fills up small layers included, where dense ones take {dense:,.0f}; then {step:,.0f}, "
-        f"{when}. Use DGCCompressor, which learns nothing, or train for longer. It is {method}"
-    )
-
-
-def _of_gradiveq(method: GradiVeQCompressor, course: Course) -> str:
-    """Warn about GradiVeQ, which learns again in each cycle."""
-    learning, step, dense = course
-    mean = (learning + method.compress_steps * step) / method.cycle_steps
-    if mean < dense:
-        return ""
-    return (
-        f"GradiVeQ sends no less than dense gradients on these convolutions: {mean:,.0f} bytes a "
-        f"step and rank, the mean over a cycle of {method.cycle_steps} steps ({step:,.0f} in a "
-        f"compressed one, {learning:,.0f} in all to learn the bases), where dense ones take "
-        f"{dense:,.0f}. Raise ratio= or compress_steps=, or use another method. It is {method}"
-    )
-
-
-def _of_ratio(method: GradiVeQCompressor, layouts: Sequence[Layout]) -> str:
-    """Warn if a basis cannot have as many dimensions as `ratio` asks for."""
-    fewer = [
-        (f"{name} {cut.length / cut.room:.3g}", method.slicing.steps_for(cut))
-        for layout in layouts
-        for name, cut in zip(layout.names, method.slicing.slices(layout))
-        if cut.room < method.slicing.min_components(cut.length)
-    ]
-    if not fewer:
-        return ""
-    listed = ", ".join(name for name, _ in fewer[:8]) + (", ..." if len(fewer) > 8 else "")
-    return (
-        f"GradiVeQ compresses {len(fewer)} layers by more than ratio={method.ratio!r}: {listed}. A "
-        "basis has fewer dimensions than samples: ask for sample_steps="
-        f"{max(n for _, n in fewer)}, a smaller slice_size=, or more slices that share a basis "
-        f"(reuse=). It is {method}"
-    )
-
-
-def at_work(compressor: Compressor) -> Compressor:
-    """Return the compressor of the last phase, without wrappers."""
-    if isinstance(compressor, MomentumAfter):
-        return at_work(compressor.inner)
-    if isinstance(compressor, After):
-        return at_work(compressor.then)
-    return compressor
-
-
-def lgc_course(method: LGCCompressor, layout: Layout, ranks: int) -> Course:
-    """Return LGC's bytes for a model's bucket."""
-    dense, sizes = 4.0 * layout.elements, method.compressed_bytes(layout, ranks)
-    network, topk, exchange = 4 * autoencoder.ENCODER_SIZE, method.topk, method.exchange
-    if isinstance(exchange, Server):
-        train = float(topk.payload_bytes(layout))
-        handed_out = 4 + network * (exchange.common(ranks) != exchange.master)
-        step = sizes["worker"] + (sizes["common"] + sizes["master"]) / ranks
-    else:
-        values = wire.HEADER_BYTES + 4 * topk.capacity(layout)
-        chosen = wire.packed_bytes(topk.coding.parts(layout, topk.capacity(layout)))
-        train = values + chosen / ranks
-        handed_out = 4 + network + 4 * autoencoder.decoder_size(innovation=False)
-        step = sizes["worker"] + sizes["leader"] / ranks
-    whole = 4 * (layout.size + 1)
-    learning = method.full_steps * whole + method.train_steps * train + handed_out / ranks
-    return Course(learning, step, dense)
-
-
-def gradiveq_course(method: GradiVeQCompressor, layout: Layout, ranks: int) -> Course:
-    """Return GradiVeQ's bytes of a cycle; a lower bound if gradients decide the dimensions."""
-    dense = 4.0 * layout.elements
-    groups = sum(cut.groups for cut in method.slicing.slices(layout))
-    least = None if method.loss_threshold is None else [1] * groups
-    sampling = 4.0 * layout.elements if method.between.is_linear else 0.0
-    learning = method.sample_steps * sampling + method.slicing.basis_bytes(layout) / ranks
-    return Course(learning, method.slicing.coefficient_bytes(layout, least), dense)

@@ -9,7 +9,7 @@ why and shuts Horovod down: that ends the blocked calls with an error, which is 
 can be caught.
 
 For an exchange, recording the step's sync message suffices, which all ranks submit (see
-`graph_exchange`).
+`tensorflow/exchange.py`).
 """
 
 from __future__ import annotations

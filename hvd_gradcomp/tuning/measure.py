@@ -87,7 +87,12 @@ class Gradients:
         self._turn, self.scale = 0, 1.0
         if real:
             squares = [float(g.square().sum()) for g in self._steps[0]]
-            self.scale = slowest((sum(squares) / self.elements) ** 0.5)  # the same on all ranks
+            scale = (sum(squares) / self.elements) ** 0.5
+            # The same on all ranks, of which one alone may have what is not finite.
+            self.scale = slowest(scale if math.isfinite(scale) else math.inf)
+            if not 0 < self.scale < math.inf:
+                what = "not finite" if self.scale else "all zero"
+                raise ModelError(f"{model.name}: the gradients of its loss are {what}")
         else:  # draw once, then read at a random offset in each step: drawing is slow
             self._generator = torch.Generator().manual_seed(1000 + horovod.rank())
             self._noise = torch.randn(self.elements + _SHIFTS, generator=self._generator)
@@ -118,6 +123,14 @@ def _square(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tens
     return moment.clone() if isinstance(moment, torch.Tensor) else gradient.square()
 
 
+def _kind(item: Any) -> str:
+    """Describe a wrong loss in a few words."""
+    if not isinstance(item, torch.Tensor):
+        return f"a {type(item).__name__}"
+    constant = "" if item.requires_grad else " that needs no gradient"
+    return f"a tensor of shape {tuple(item.shape)}{constant}"
+
+
 class UnmeasurableError(ValueError):
     """Error on all ranks: a compressor cannot be measured with these layers; see the message."""
 
@@ -134,7 +147,7 @@ def backward(model: Model) -> tuple[list[torch.Tensor], Backward]:
     """Compute the gradients of one batch; return them, in the model's order, and the timings.
 
     Raises:
-        ModelError: the model has no loss, or a parameter gets no gradient from it.
+        ModelError: the model has no loss, or one without a gradient for each parameter.
     """
     if model.loss is None:
         raise ModelError(f"{model.name} has no loss: let its factory return (module, loss)")
@@ -147,6 +160,11 @@ def backward(model: Model) -> tuple[list[torch.Tensor], Backward]:
     begin = time.perf_counter()
     loss = model.loss()
     start = time.perf_counter()
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise ModelError(
+            f"{model.name}: loss() has to return a tensor of one element that depends on the "
+            f"module's parameters, not {_kind(loss)}"
+        )
     loss.backward()
     seconds = time.perf_counter() - start
     for hook in hooks:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.suggestions import did_you_mean
 
 Loss = Callable[[], torch.Tensor]
 
@@ -96,7 +97,8 @@ def optimizer_of(name: str) -> torch.optim.Optimizer:
         and found is not torch.optim.Optimizer
     }
     if name.lower() not in kinds:
-        raise ModelError(f"no optimizer {name!r}; torch.optim has {', '.join(sorted(kinds))}")
+        nearest, listed = did_you_mean(name, kinds) or ";", ", ".join(sorted(kinds))
+        raise ModelError(f"no optimizer {name!r}{nearest} torch.optim has {listed}")
     parameters = [nn.Parameter(torch.zeros(1, 1))]
     if name.lower() == "sgd":
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
@@ -116,7 +118,10 @@ def shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
 
 def _factory(name: str) -> Any:
     if ":" not in name:
-        raise ModelError(f"no model {name!r}; there are {', '.join(BUILT_IN)}, and module:factory")
+        nearest = did_you_mean(name, BUILT_IN) or "."
+        raise ModelError(
+            f"no model {name!r}{nearest} There are {', '.join(BUILT_IN)}, and module:factory"
+        )
     try:
         found = validate.attribute(name, "factory")
     except validate.NoSuchNameError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 import sys
 import sysconfig
 
@@ -14,7 +16,17 @@ from hypothesis import strategies as st
 
 import hvd_gradcomp
 from hvd_gradcomp import NoneCompressor, StromCompressor
-from hvd_gradcomp.cli import COMMANDS, advised, bench, compare, launching, main, options, output
+from hvd_gradcomp.cli import (
+    COMMANDS,
+    advised,
+    bench,
+    compare,
+    hosts,
+    launching,
+    main,
+    options,
+    output,
+)
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.tuning import models
 from tests.methods import CLASSES, EVERY
@@ -46,7 +58,25 @@ def test_the_list_of_commands_has_whole_sentences():
         (("bench", "-c", "NoSuchCompressor()"), "NoSuchCompressor"),
         (("bench", "-c", "1 + 1"), "is no compressor"),
         (("bench", "-c", "QSGDCompressor(bits=99)"), "bits"),
-        (("bench", "-m", "resnet51"), "there are resnet50, vgg16, bert-base, lstm"),
+        (("bench", "-m", "resnet51"), "did you mean 'resnet50'? There are resnet50, vgg16, bert-b"),
+        (("bench", "-m", "pickle:dunps"), "has no 'dunps'; did you mean 'dumps'?"),
+        (("bnch",), "no command 'bnch'; did you mean 'bench'?"),
+        (("quux",), "no command 'quux'; there are doctor, build,"),
+        (("bench", "--rond", "3"), "'--rounds'"),
+        (("doctor", "--framework", "troch"), "'torch', 'tensorflow'"),
+        (("bench", "-c", "dgcc"), "'dgcc' is no compressor; did you mean 'dgc'?"),
+        (("bench", "-c", "VarianceCompresor(alpha=2)"), "did you mean 'VarianceCompressor'?"),
+        (("bench", "-c", "after(3, None, DGCCompresor())"), "did you mean 'DGCCompressor'?"),
+        (
+            ("bench", "-c", "VarianceCompressor(alpa=2)"),
+            "VarianceCompressor has no parameter 'alpa'; did you mean 'alpha'? It takes alpha=2.0, "
+            "zeta=0.999, moments='auto'",
+        ),
+        (
+            ("bench", "-c", "robust(QSGDCompressor(), rule='mediam')"),
+            "got 'mediam'; did you mean 'median'?",
+        ),
+        (("bench", "-c", "robust(QSGDCompressor(), rul='median')"), "did you mean 'rule'?"),
         (("bench", "-m", "no_such_module:factory"), "no module 'no_such_module'"),
         (("bench", "-m", "json:factory"), "has no 'factory'"),
         (("bench", "-m", "builtins:dict"), "has to return a torch.nn.Module"),
@@ -80,6 +110,20 @@ def test_the_list_of_commands_has_whole_sentences():
         (("compare", "json:dumps"), "no generator function"),
         (("compare", "train"), "module:function"),
         (("bench", "-H", "localhost:2"), "say with -np how many"),
+        (("bench", "-np", "3", "-H", "localhost:1"), "asks for 3 ranks, and -H localhost:1 has 1"),
+        (("advise", "-np", "5", "-H", "a:2,b:2"), "asks for 5 ranks, and -H a:2,b:2 has 4"),
+        (("bench", "-np", "1", "-H", "nosuch.invalid:1"), "'nosuch.invalid' has no address here"),
+        (("compare", "-np", "1", "-H", f"{'x' * 64}:1", "a:b"), "has no address here"),
+        (("bench", "-np", "1", "-H", "localhost"), "'localhost' is no host; write each as NAME:RA"),
+        (("bench", "-np", "1", "-H", "localhost:0"), "'localhost:0' is no host"),
+        (("bench", "-np", "1", "-H", "localhost:1,"), "'' is no host"),
+        (("bench", "-np", "1", "--horovodrun", "--gloo 'x"), "no closing quotation"),
+        (("doctor", "--hosts", "a b"), "'a b' is no host; write each as NAME"),
+        (("doctor", "nosuch.py"), "'nosuch.py' does not exist"),
+        (("bench", "--json", "/proc/nosuch.json"), "/proc/nosuch.json cannot be written"),
+        (("compare", "a:b", "--png", "/proc/nosuch.png"), "/proc/nosuch.png cannot be written"),
+        (("build-horovod", "/nosuch/python"), "/nosuch/python is no Python"),
+        (("rendezvous", "--port", "70000"), "70000 is not in the range"),
         (("advise", "-r", "4"), "4 is not in the range"),
     ],
 )
@@ -100,6 +144,58 @@ def test_a_traceback_is_of_a_users_code_alone_wherever_click_is(tmp_path, monkey
     done = CliRunner().invoke(main, ["bench", "-m", "users_model:factory", "-c", "dgc"])
     lines = [line for line in done.output.splitlines() if line.startswith("  File ")]
     assert len(lines) == 1 and "users_model.py" in lines[0], done.output
+
+
+USERS = """
+import torch
+
+def model():
+    module = torch.nn.Linear(4, 4)
+    return module, lambda: LOSS
+
+def train(compression):
+    yield torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], 0.1)
+
+def unready():
+    yield
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "loss", "words", "code"),
+    [
+        (("bench", "-m"), "3.0", "not a float", 2),
+        (("bench", "-m"), "torch.ones(())", "not a tensor of shape () that needs no gradient", 2),
+        (("bench", "-m"), "module(torch.ones(1, 4))", "not a tensor of shape (1, 4)", 2),
+        (("advise", "--bandwidth", "9", "-m"), "module.weight.sum() * 1e400", "no gradient for", 2),
+        (
+            ("bench", "-m"),
+            "module(torch.ones(4)).sum() * float('nan')",
+            "gradients of its loss are not finite",
+            2,
+        ),
+        (
+            ("bench", "-m"),
+            "module(torch.ones(4)).sum() * 0",
+            "gradients of its loss are all zero",
+            2,
+        ),
+        (("compare", "train"), "0", "yield its hvd_gradcomp optimizer before the first step", 1),
+        (("compare", "unready"), "0", "has to take one argument, the compressor: too many", 2),
+    ],
+)
+def test_code_of_a_user_that_does_not_fit_is_a_sentence(
+    command, loss, words, code, tmp_path, monkeypatch
+):
+    name = f"users_{abs(hash((command, loss)))}"
+    (tmp_path / f"{name}.py").write_text(USERS.replace("LOSS", loss))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    *before, last = command
+    last = (last, f"{name}:model") if last == "-m" else (f"{name}:{last}",)
+    done, text = said(*before, *last, "-c", "dgc")
+    assert done == code, text
+    assert words in " ".join(text.split()) and "Traceback" not in text
+    assert len(text.splitlines()) <= 5
 
 
 @pytest.mark.parametrize("command", [("bench", "-c", "dgc", "-m"), ("compare",)])
@@ -169,7 +265,70 @@ def test_ranks_without_horovod_are_a_plain_error(monkeypatch):
     monkeypatch.setattr(launching, "run", lambda command: 1)  # as Python ends without it
     code, text = said("bench", "-np", "2")
     assert code == 1
-    assert "Horovod is not installed: `hvd-gradcomp doctor` says what to do" in text
+    words = " ".join(text.split())
+    assert "-np starts ranks by horovodrun, and Horovod is not installed. `" in words
+    assert "-m hvd_gradcomp build-horovod` installs it; without it `hvd-gradcomp compare" in words
+
+
+@pytest.mark.parametrize("command", [("bench",), ("advise", "--bandwidth", "10")])
+def test_what_measures_over_horovod_says_so_without_it(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "horovod.torch", None)
+    code, text = said(*command)
+    assert code == 1 and len(text.splitlines()) == 1
+    assert "this command measures over Horovod for PyTorch, which does not import" in text
+    assert "build-horovod` installs it; without it `hvd-gradcomp compare --ddp`" in text
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [("nosuch.invalid", "Name or service not known"), ("127.0.0.1", "Address already in use")],
+)
+def test_a_rendezvous_that_cannot_be_is_a_sentence(host, words):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, text = said("rendezvous", "--host", host, "--port", str(taken.getsockname()[1]))
+    assert code == 1 and text.startswith(f"Error: cannot listen on {host}, port ")
+    assert words in text and "Give an address of this machine" in text and "Traceback" not in text
+
+
+LAUNCHERS = {
+    "ssh": (
+        "Launching\nTraceback (most recent call last):\n  File 'x.py', line 3, in f\n    g()\n"
+        "RuntimeError: could not connect to some hosts via ssh\n"
+        "ssh not successful for host node1:\nssh: Could not resolve hostname node1\n",
+        "ssh does not reach host node1: ssh: Could not resolve hostname node1",
+    ),
+    "interfaces": (
+        "Traceback (most recent call last):\n  File 'a.py', line 1, in f\nKeyError: 1\n\nDuring\n\n"
+        "Traceback (most recent call last):\n  File 'x.py', line 3, in f\n    g()\n    ^^^\n"
+        "horovod.Broken: No interface\nfor 127.0.0.1.\n",
+        "No interface for 127.0.0.1.",
+    ),
+    "usage": (
+        "usage: launch.py [-h]\n   [-v]\nlaunch.py: error: unrecognized arguments: --nosuch\n",
+        "unrecognized arguments: --nosuch",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHERS)
+def test_of_a_launcher_that_fails_the_reason_is_left(case, capsys):
+    text, reason = LAUNCHERS[case]
+    program = f"import sys; sys.stderr.write({text!r}); sys.exit(3)"
+    assert launching.run([sys.executable, "-c", program]) == 3
+    assert capsys.readouterr().err == f"Error: the ranks cannot be started: {reason}\n"
+
+
+def test_other_lines_of_a_launcher_are_shown(capsys):
+    program = "import sys; sys.stderr.write('not enough slots\\nfor 3\\n'); sys.exit(1)"
+    launching.run([sys.executable, "-c", program])
+    assert capsys.readouterr().err == "not enough slots\nfor 3\n"
+
+
+def test_a_name_of_sshs_configuration_is_a_host(monkeypatch):
+    asked = subprocess.CompletedProcess([], 0, "user me\nhostname localhost\nport 22\n")
+    monkeypatch.setattr(hosts.subprocess, "run", lambda *words, **options: asked)
+    monkeypatch.setattr(hosts.shutil, "which", lambda name: name)
+    hosts.check_names(hosts.parse("nosuch.invalid:2"))
 
 
 def test_what_a_launcher_says_is_held_back_unless_it_fails(capsys):

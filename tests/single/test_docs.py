@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 
 from docs import follow
+from hvd_gradcomp.core import registry
+from hvd_gradcomp.runtime.program_runner import Transport
+from hvd_gradcomp.torch.comm.backend import Backend
+from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 from tests.conftest import STANDS_IN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -210,3 +214,28 @@ def test_numbers_may_differ_and_words_may_not(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```console\n$ echo 'a 1.5 b'; echo c\na  22 b\n...\nc\n```\n")
     assert follow.follow([page], tmp_path) == []
+
+
+def test_the_number_of_methods_is_that_of_the_registry():
+    """Wherever a page counts them."""
+    count = len(registry.published())
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    number = r"(\d+|[Tt]hirteen|[Tt]wenty(?:-\w+)?|[Tt]hirty(?:-\w+)?)"
+    pattern = re.compile(rf"\b{number} (?:published )?methods\b|^\| methods \| (\d+)", re.MULTILINE)
+    counted = {
+        (page.name, hit[1] or hit[2])
+        for page in pages
+        for hit in pattern.finditer(page.read_text())
+    }
+    assert {name for name, _ in counted} >= {"README.md", "index.md", "compared.md"}
+    assert {number for _, number in counted} == {str(count)}, counted
+
+
+def test_what_a_transport_has_is_listed_for_contributors():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    section = text.partition("## Adding a transport")[2].partition("\n## ")[0]
+    members = {*Backend.__annotations__, *vars(Backend), *vars(Transport)}
+    members |= {*vars(C10dBackend), *vars(ProcessGroup), "sparse_allreduce", "make_groups"}
+    for name in members:
+        if not name.startswith("_"):
+            assert re.search(rf"`{name}(\(\))?`", section), name

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from hvd_gradcomp.cli import doctor, inspection, usercode
+from hvd_gradcomp.ops import native
 from tests.conftest import STANDS_IN
 from tests.processes import alive
 
@@ -263,6 +264,20 @@ def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
     assert said.strip() == started.read_text().strip()
     time.sleep(0.2)
     assert not alive(int(said))
+
+
+def test_a_variable_that_means_nothing_is_named_with_the_nearest(monkeypatch):
+    monkeypatch.setenv("HVD_GRADCOMP_NATVE", "0")
+    monkeypatch.setenv("HVD_GRADCOMP_NATIVE", "0")
+    (finding,) = doctor._variables()
+    assert finding.mark == "warn" and finding.remedy == "unset HVD_GRADCOMP_NATVE"
+    assert finding.fact.endswith("means nothing; did you mean 'HVD_GRADCOMP_NATIVE'?")
+
+
+def test_a_variable_with_a_wrong_value_is_an_error(monkeypatch):
+    monkeypatch.setenv("HVD_GRADCOMP_NATIVE", "off")
+    with pytest.raises(ValueError, match=r"HVD_GRADCOMP_NATIVE must be 0, .* or 1, got 'off'"):
+        native.enabled()
 
 
 def test_wrong_usage():

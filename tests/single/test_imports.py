@@ -46,6 +46,7 @@ WITHOUT_OPS = {
         "layout",
         "registry",
         "row_groups",
+        "suggestions",
         "validate",
         "version",
     )

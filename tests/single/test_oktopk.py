@@ -132,13 +132,13 @@ def test_sizes_are_those_of_the_formula():
     ("exchange", "ways"),
     [
         ("auto", {1: "allgather", 2: "allgather", 3: "two_shot", 64: "two_shot"}),
-        ("allgather", {1: "allgather", 3: "allgather", 100: "allgather", 200: "allreduce"}),
+        ("allgather", {1: "allgather", 3: "allgather", 100: "allgather", 200: "dense"}),
         ("two_shot", {1: "two_shot", 2: "two_shot", 64: "two_shot"}),
     ],
 )
 def test_fewest_bytes_decide_by_themselves(exchange, ways):
     compressor, layout = OkTopKCompressor(exchange=exchange), layout_of([200_000])
-    assert {ranks: compressor.way(layout, ranks) for ranks in ways} == ways
+    assert {ranks: compressor.exchange_of(layout, ranks).kind for ranks in ways} == ways
 
 
 @pytest.mark.parametrize("exchange", ["auto", "allgather"])

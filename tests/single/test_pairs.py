@@ -15,7 +15,6 @@ from hvd_gradcomp import DGCCompressor, EGCCompressor, SparseGDCompressor, after
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
-from hvd_gradcomp.planning.worth import at_work
 from hvd_gradcomp.testing import World
 from tests.methods import CODED, ONE_OF_EACH, PRODUCTS, ROUNDED, STROM_LATEST, TODAY
 
@@ -85,8 +84,8 @@ def test_beside_another_method(compressor):
     compressor = with_momentum(compressor)
     buckets = plan(partition({"a.*": compressor, "b.*": other}), layers, 1 << 20)
     chosen = {name: method for method, layout in buckets for name in layout.names}
-    assert at_work(chosen["b.weight"]) == other
-    assert isinstance(at_work(chosen["a.weight"]), type(compressor))
+    assert chosen["b.weight"].working == other
+    assert isinstance(chosen["a.weight"].working, type(compressor))
     for method, layout in buckets:
         assert steps(World(method, TorchOps(), layout, 3), np.random.default_rng(3), 3)[-1].any()
 

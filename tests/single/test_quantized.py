@@ -120,7 +120,8 @@ def test_bytes_equal_the_formula_either_way(compressor, world_size):
     sides = len(compressor.side)
     moved = {}
     for way in ("allgather", "two_shot"):
-        world = World(replace(compressor, exchange=way), TorchOps(), layout, world_size)
+        asked = replace(compressor, exchange=way)
+        world = World(asked, TorchOps(), layout, world_size)
         gradients = noise(layout, 2, world_size)[0]
         totals = world.step(gradients)
         assert all(torch.equal(total, totals[0]) for total in totals)
@@ -131,7 +132,7 @@ def test_bytes_equal_the_formula_either_way(compressor, world_size):
             assert kind is (Alltoall if len(shape) == 2 else Allgather)
             arrives += (world_size - 1) * shape[-1]
         moved[way] = arrives
-        assert arrives == compressor.moved_bytes(layout, world_size, way)
+        assert arrives == asked.exchange_of(layout, world_size).received(world_size)
     plain = 32 + 4 * sides * count + layout.size * compressor.bits // 8
     assert moved["allgather"] == (world_size - 1) * plain
     shard = -(-layout.size // (32 * world_size)) * 32
@@ -143,13 +144,13 @@ def test_bytes_equal_the_formula_either_way(compressor, world_size):
         32 + 4 * sides * most + shard * compressor.bits // 8
     )
     better = min(moved, key=moved.__getitem__)
-    assert compressor.resolve_exchange(layout, world_size) == better
+    assert compressor.exchange_of(layout, world_size).kind == better
 
 
 def test_large_models_take_two_shots_beyond_two_ranks():
     layout = layout_of(((1000, 1000),))
     for compressor in (QSGDCompressor(), TernGradCompressor(), OneBitCompressor()):
-        chosen = [compressor.resolve_exchange(layout, size) for size in (2, 3, 4, 64)]
+        chosen = [compressor.exchange_of(layout, size).kind for size in (2, 3, 4, 64)]
         assert chosen == ["allgather", "two_shot", "two_shot", "two_shot"]
 
 
@@ -279,7 +280,7 @@ def test_bytes_of_an_element():
         (TernGradCompressor(), 0.26),
         (OneBitCompressor(), 0.135),
     ):
-        assert compressor.moved_bytes(layout, 2, "allgather") / layout.elements <= most
+        assert compressor.exchange_of(layout, 2).received(2) / layout.elements <= most
 
 
 @pytest.mark.parametrize("compressor", QUANTIZED, ids=repr)

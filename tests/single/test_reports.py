@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass, field, fields
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hvd_gradcomp.core.capacity import CapacitySchedule
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.monitoring import reports
 from hvd_gradcomp.monitoring.reports import StatsWriter, Writer, scalars, summary
-from hvd_gradcomp.monitoring.stats import CompressionStats, combined
+from hvd_gradcomp.monitoring.stats import TOTAL, CompressionStats, combined
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import EVERY, learned_by
@@ -204,7 +205,7 @@ FULL = """
 import logging, resource, signal, sys, time
 from hvd_gradcomp import JSONLines, TensorBoard
 from hvd_gradcomp.monitoring.reports import StatsWriter
-from hvd_gradcomp.monitoring.stats import CompressionStats, combined
+from hvd_gradcomp.monitoring.stats import TOTAL, CompressionStats, combined
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -327,3 +328,13 @@ def test_time_that_steps_waited():
     unknown = CompressionStats(steps=3)
     assert unknown.ms_waited is None and "compression/ms_waited" not in scalars(unknown)
     assert (CompressionStats(seconds_waited=1.0) - unknown).seconds_waited == 1.0
+
+
+def test_a_span_is_that_of_every_total_however_it_is_annotated():
+    @dataclass(frozen=True)
+    class Wider(CompressionStats):
+        retries: int | None = field(default=0, metadata=TOTAL)
+
+    names = [f.name for f in fields(Wider) if f.default == 0]
+    span = Wider(**dict.fromkeys(names, 3)) - Wider(**dict.fromkeys(names, 1))
+    assert {name: getattr(span, name) for name in names} == dict.fromkeys(names, 2)

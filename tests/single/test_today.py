@@ -188,7 +188,7 @@ def test_owners_of_chunks_choose_of_the_sum(seed, ranks, chunks, last):
     size = 32 * (chunks - 1) + last
     compressor = ChunkedTopKCompressor(32, 5, "float32", 0.9, exchange="two_shot")
     layout, random = Layout(("w",), ((size,),), block=1), np.random.default_rng(seed)
-    assert compressor.is_two_shot(layout, ranks)
+    assert compressor.exchange_of(layout, ranks).kind == "two_shot"
     world = World(compressor, TorchOps(), layout, ranks)
     expected = today.OwnedChunks(size, ranks, 32, 5, 0.9)
     for _ in range(3):
@@ -221,12 +221,14 @@ def test_two_shots_move_fewer_bytes_from_three_ranks_on():
     """Not on one or two ranks, nor with the mean of those who sent."""
     layout = Layout(("w",), ((4096 * 64,),), block=1)
     compressor = ChunkedTopKCompressor(exchange="auto")
-    ways = {ranks: compressor.is_two_shot(layout, ranks) for ranks in (1, 2, 3, 8, 1000)}
+    ranks = (1, 2, 3, 8, 1000)
+    ways = {n: compressor.exchange_of(layout, n).kind == "two_shot" for n in ranks}
     assert ways == {1: False, 2: False, 3: True, 8: True, 1000: True}
     for ranks in (3, 8, 64, 1000):
         received = 2 * (ranks - 1) * compressor.shard_bytes(layout, ranks)
         assert received < (ranks - 1) * compressor.payload_bytes(layout)
-    assert not ChunkedTopKCompressor(mean="contributors", exchange="auto").is_two_shot(layout, 8)
+    by_contributors = ChunkedTopKCompressor(mean="contributors", exchange="auto")
+    assert by_contributors.exchange_of(layout, 8).kind == "allgather"
     with pytest.raises(ValueError, match="its owner alone knows who sent an element"):
         ChunkedTopKCompressor(mean="contributors", exchange="two_shot")
 

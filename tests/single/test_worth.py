@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 
 from hvd_gradcomp import (
+    ChunkedTopKCompressor,
+    DeMoCompressor,
     DGCCompressor,
     GradiVeQCompressor,
     LGCCompressor,
+    OkTopKCompressor,
     OneBitCompressor,
     QSGDCompressor,
+    ScaleComCompressor,
     SparseGDCompressor,
     StromCompressor,
     after,
+    balanced,
     partition,
+    robust,
 )
-from hvd_gradcomp.core.collectives import Broadcast
+from hvd_gradcomp.core import wire
+from hvd_gradcomp.core.collectives import Allreduce, Alltoall, Broadcast
+from hvd_gradcomp.core.cost_model import dense_exchange, volume
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning import worth
 from hvd_gradcomp.planning.assignment import plan
 from hvd_gradcomp.planning.description import describe
 from hvd_gradcomp.testing import World
+from tests import methods
 
 SHORT = {"alpha": 0.05, "full_steps": 2, "train_steps": 20, "ae_lr": 0.005, "momentum": 0.9}
 
@@ -65,7 +76,7 @@ def test_lgc_sends_what_was_foreseen(pattern):
     compressor = LGCCompressor(pattern, **SHORT)
     layout = Layout(("a", "b"), ((30, 40), (900,)))
     world = World(compressor, TorchOps(), layout, 3)
-    course = worth.lgc_course(compressor, layout, 3)
+    course = compressor.course(layout, 3)
     assert bytes_of(world, 22) == pytest.approx(course.learning)
     assert [int(state.ready) for state in world.states] == [1, 1, 1]
     assert bytes_of(world, 3) == pytest.approx(3 * course.step)  # each rank has led once
@@ -75,7 +86,7 @@ def test_gradiveq_sends_what_was_foreseen():
     compressor = GradiVeQCompressor(ratio=4, warmup_steps=0, sample_steps=12, compress_steps=5)
     layout = Layout(("a",), ((8, 6, 3, 3),), block=1)
     world = World(compressor, TorchOps(), layout, 3)
-    course = worth.gradiveq_course(compressor, layout, 3)
+    course = compressor.course(layout, 3)
     assert bytes_of(world, 12) == pytest.approx(course.learning)
     assert bytes_of(world, 5) == pytest.approx(5 * course.step)
 
@@ -153,3 +164,117 @@ def test_the_table_knows_what_is_summed():
 
     assert total(many) == ["248,840", "248,840"]
     assert total(few)[0] == "248,840" != total(few)[1]
+
+
+ALL = [
+    *methods.EVERY,
+    *methods.TODAY,
+    *methods.ROUNDED,
+    *methods.CODED,
+    *methods.PRODUCTS,
+    *methods.ROBUST,
+    *methods.BALANCED,
+    *methods.OUTSIDE,
+]
+SHAPES = ((40, 30), (700,))
+# What makes a method send as much as it can.
+MOST = {"density": 0.9, "ratio": 0.1, "K": 2, "rank": 1000, "min_ratio": 1.0, "every": 1}
+
+
+def unsparing(compressor):
+    """The method with settings that send nearly every element; its wrappers stay."""
+    compressor = compressor.working
+    names = {field.name for field in fields(compressor)}
+    if "inner" in names:
+        return replace(compressor, inner=unsparing(compressor.inner))
+    changed = {name: MOST[name] for name in MOST if name in names}
+    if "chunk" in names:
+        changed["k"] = compressor.chunk if compressor.chunk > 8 else compressor.chunk**2
+    if "warmup_steps" in names:
+        changed["warmup_steps"] = None
+    if type(compressor).__name__ == "RandomKCompressor":
+        changed["density"] = 0.5
+    if type(compressor).__name__ == "RandomStretchCompressor":
+        changed["every"] = 2
+    return replace(compressor, **changed)
+
+
+def received(compressor, layout, ranks, steps=2):
+    """The bytes that a step brings each rank, as counted; the mean over steps."""
+    world, total = World(compressor, TorchOps(), layout, ranks), 0.0
+    kinds = {Allreduce: "allreduce", Alltoall: "alltoall", Broadcast: "broadcast"}
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        gradients = [
+            world.flat([torch.randn(shape, generator=generator) for shape in layout.shapes])
+            for _ in range(ranks)
+        ]
+        extra = {}
+        if compressor.uses_moments:
+            extra["moment"] = [g**2 / 100 for g in gradients]
+        world.step(gradients, **extra)
+        for requests in world.traffic:
+            one = requests[requests[0].root if isinstance(requests[0], Broadcast) else 0]
+            size = one.tensor.numel() * one.tensor.element_size()
+            total += volume(kinds.get(type(one), "allgather"), size, ranks)
+    return total / steps
+
+
+def bucket_of(compressor):
+    layout = Layout(("0.weight", "0.bias"), SHAPES, block=compressor.block)
+    return layout.with_outputs_first() if compressor.outputs_first else layout
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("compressor", [*ALL, *map(unsparing, methods.one_of_each(ALL))], ids=str)
+def test_a_method_knows_how_its_buckets_travel(compressor, ranks):
+    """To the byte; a method whose payload varies, its smallest."""
+    compressor = compressor.working
+    layout = bucket_of(compressor)
+    exchange = compressor.exchange_of(layout, ranks)
+    if exchange is None:
+        return
+    counted = received(compressor, layout, ranks)
+    varies = hasattr(compressor, "warmup_steps") or hasattr(compressor, "entropy_interval")
+    if varies or isinstance(compressor, type(methods.BALANCED[0])):
+        assert exchange.received(ranks) <= counted
+    else:
+        assert exchange.received(ranks) == pytest.approx(counted)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 16])
+@pytest.mark.parametrize("compressor", [*map(unsparing, ALL)], ids=str)
+def test_whoever_moves_more_than_dense_gradients_is_warned(compressor, ranks):
+    """All methods, whatever they derive from, at settings that send nearly everything."""
+    layers = [("0.weight", SHAPES[0], "float32"), ("0.bias", SHAPES[1], "float32")]
+    planned = (
+        plan(compressor, layers, 25 << 20, ranks=ranks) if not compressor.takes_momentum else []
+    )
+    dense = dense_exchange(sum(layout.elements for _, layout in planned)).received(ranks)
+    counted = sum(received(method, layout, ranks) for method, layout in planned)
+    headers = 2 * (ranks - 1) * 2 * wire.HEADER_BYTES
+    if counted > dense + headers and compressor.compresses:
+        assert said(compressor, layers, ranks), (counted, dense)
+
+
+@pytest.mark.parametrize(
+    ("compressor", "ranks"),
+    [
+        (OkTopKCompressor(density=0.9), 8),
+        (OkTopKCompressor(density=0.9, exchange="two_shot"), 8),
+        (balanced(SparseGDCompressor(density=0.65)), 64),
+        (ScaleComCompressor(density=0.85), 8),
+        (ChunkedTopKCompressor(chunk=32, k=16, values="float32"), 8),
+        (DeMoCompressor(chunk=8, k=30), 8),
+        (QSGDCompressor(bits=8, exchange="allgather"), 16),
+        (after(5, None, OkTopKCompressor(density=0.9)), 8),
+        (robust(ChunkedTopKCompressor(chunk=32, k=16), "clip"), 64),
+        (partition({"*.bias": None, "*": OkTopKCompressor(density=0.9)}), 8),
+    ],
+    ids=str,
+)
+def test_newer_methods_and_wrappers_are_warned_about_too(compressor, ranks):
+    (line,) = said(compressor, linear(300, 200, 10), ranks)
+    assert f"nothing is saved among {ranks} ranks" in line
+    assert str(compressor.working) in line or not compressor.runs
+    assert len(line) < 600

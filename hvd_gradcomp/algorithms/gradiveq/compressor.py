@@ -21,6 +21,7 @@ from hvd_gradcomp.core import patterns, validate
 from hvd_gradcomp.core.collectives import Allreduce, Switch
 from hvd_gradcomp.core.composite import Composite
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
+from hvd_gradcomp.core.cost_model import Course
 from hvd_gradcomp.core.layers import Layer, convolves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor, ops_of
@@ -119,6 +120,7 @@ class GradiVeQCompressor(Clipping, Composite):
     feedback: bool = False
     max_norm: float | None = None
 
+    compresses = True  # whatever the compressor of its sampling steps does
     state_format = 2  # samples of all slices in turn, and their energy
     whole_model = False
     in_common = frozenset(
@@ -165,6 +167,10 @@ class GradiVeQCompressor(Clipping, Composite):
 
     def check(self, layout: Layout) -> None:
         Compressor.check(self, layout)
+
+    def exchange_of(self, layout: Layout, ranks: int) -> None:
+        """Return None: a cycle has steps of three kinds, see `course`."""
+        del layout, ranks
 
     @property
     def between(self) -> Compressor:
@@ -213,6 +219,63 @@ class GradiVeQCompressor(Clipping, Composite):
             return None
         cut = self.slicing.slices_of(tuple(shape), filters_last=False)
         return 4 * cut.slices * cut.room
+
+    # -- whether it pays -----------------------------------------------------------------------
+
+    def course(self, layout: Layout, ranks: int) -> Course:
+        """Return the bytes of a cycle; a lower bound if gradients decide the dimensions."""
+        dense = 4.0 * layout.elements
+        groups = sum(cut.groups for cut in self.slicing.slices(layout))
+        least = None if self.loss_threshold is None else [1] * groups
+        sampling = 4.0 * layout.elements if self.between.is_linear else 0.0
+        learning = self.sample_steps * sampling + self.slicing.basis_bytes(layout) / ranks
+        return Course(learning, self.slicing.coefficient_bytes(layout, least), dense)
+
+    def drawbacks(self, layouts: Sequence[Layout], ranks: int) -> list[str]:
+        """Return warnings if learning, again in each cycle, does not pay, or a basis is small."""
+        courses = [self.course(layout, ranks) for layout in layouts]
+        learning, step, dense = Course.total(courses)
+        mean = (learning + self.compress_steps * step) / self.cycle_steps
+        texts = self._fewer_dimensions(layouts)
+        if mean < dense:
+            return texts
+        return [
+            f"GradiVeQ sends no less than dense gradients on these convolutions: {mean:,.0f} bytes "
+            f"a step and rank, the mean over a cycle of {self.cycle_steps} steps ({step:,.0f} in a "
+            f"compressed one, {learning:,.0f} in all to learn the bases), where dense ones take "
+            f"{dense:,.0f}. Raise ratio= or compress_steps=, or use another method. It is {self}",
+            *texts,
+        ]
+
+    def _fewer_dimensions(self, layouts: Sequence[Layout]) -> list[str]:
+        """Return a warning if a basis cannot have as many dimensions as `ratio` asks for."""
+        fewer = [
+            (f"{name} {cut.length / cut.room:.3g}", self.slicing.steps_for(cut))
+            for layout in layouts
+            for name, cut in zip(layout.names, self.slicing.slices(layout))
+            if cut.room < self.slicing.min_components(cut.length)
+        ]
+        if not fewer:
+            return []
+        listed = ", ".join(name for name, _ in fewer[:8]) + (", ..." if len(fewer) > 8 else "")
+        return [
+            f"GradiVeQ compresses {len(fewer)} layers by more than ratio={self.ratio!r}: {listed}. "
+            "A basis has fewer dimensions than samples: ask for sample_steps="
+            f"{max(n for _, n in fewer)}, a smaller slice_size=, or more slices that share a basis "
+            f"(reuse=). It is {self}"
+        ]
+
+    def idle(self, methods: Sequence[Compressor]) -> bool:
+        """Return True if it projects no layer, whatever compresses the others."""
+        return all(method.working != self for method in methods)
+
+    def idle_reason(self, names: Sequence[str], dense: int) -> str:
+        listed = ", ".join(sorted(names)[:8]) + (", ..." if len(names) > 8 else "")
+        return (
+            f"GradiVeQ compresses nothing: none of {len(names)} layers is a convolution that takes "
+            f"fewer bytes so, {dense:,} dense: {listed}. Use another method; these all go to "
+            f"other={self.others}"
+        )
 
     # -- one step ----------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from math import prod
+from math import inf, prod
 from typing import Any, ClassVar
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
@@ -22,9 +22,10 @@ from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.momentum import validate_momentum
 from hvd_gradcomp.codecs.topk import count_of
 from hvd_gradcomp.codecs.values import VALUES
-from hvd_gradcomp.core import patterns, validate
+from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.collectives import Allreduce, Switch
 from hvd_gradcomp.core.compressor import Compressor, Context, Correction, Program, Report, derived
+from hvd_gradcomp.core.cost_model import Course
 from hvd_gradcomp.core.layers import Layer, traits_of
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
@@ -313,6 +314,42 @@ class LGCCompressor(Clipping, Compressor):
             return own * (4 + self.topk.coding.bits(size, own) / 8)
         units = count * self.signs / 8 + 4 * (self.scale == "layer")
         return count * (1 + self.topk.coding.bits(size, count) / 8) + units
+
+    def course(self, layout: Layout, ranks: int) -> Course:
+        """Return the bytes for a model's bucket."""
+        dense, sizes = 4.0 * layout.elements, self.compressed_bytes(layout, ranks)
+        network, topk, exchange = 4 * autoencoder.ENCODER_SIZE, self.topk, self.exchange
+        if isinstance(exchange, Server):
+            train = float(topk.payload_bytes(layout))
+            handed_out = 4 + network * (exchange.common(ranks) != exchange.master)
+            step = sizes["worker"] + (sizes["common"] + sizes["master"]) / ranks
+        else:
+            values = wire.HEADER_BYTES + 4 * topk.capacity(layout)
+            chosen = wire.packed_bytes(topk.coding.parts(layout, topk.capacity(layout)))
+            train = values + chosen / ranks
+            handed_out = 4 + network + 4 * autoencoder.decoder_size(innovation=False)
+            step = sizes["worker"] + sizes["leader"] / ranks
+        whole = 4 * (layout.size + 1)
+        learning = self.full_steps * whole + self.train_steps * train + handed_out / ranks
+        return Course(learning, step, dense)
+
+    def drawbacks(self, layouts: Sequence[Layout], ranks: int) -> list[str]:
+        """Return a warning if learning, once before the rest of the training, does not pay."""
+        courses = [self.course(layout, ranks) for layout in layouts]
+        learning, step, dense = Course.total(courses)
+        steps = self.full_steps + self.train_steps
+        extra, saved = learning - steps * dense, dense - step
+        pays = steps + extra / saved if saved > 0 else inf
+        if pays <= 2 * steps and extra <= 0.5 * steps * dense:
+            return []
+        when = f"so it pays from step {pays:,.0f} on" if saved > 0 else "so it never pays"
+        return [
+            "LGC sends more than dense gradients on this model: "
+            f"{learning / steps:,.0f} bytes a step and rank in the {steps} steps in which it "
+            "learns, the autoencoder's parameters and what fills up small layers included, where "
+            f"dense ones take {dense:,.0f}; then {step:,.0f}, {when}. Use DGCCompressor, which "
+            f"learns nothing, or train for longer. It is {self}"
+        ]
 
     # -- its state ---------------------------------------------------------------------------
 

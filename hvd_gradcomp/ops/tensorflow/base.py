@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_gradcomp.core.row_groups import RowGroups
-from hvd_gradcomp.ops import LOGGER, Ops, Tensor, building
+from hvd_gradcomp.ops import LOGGER, Ops, Tensor, building, native
 from hvd_gradcomp.ops.tensorflow.fused import ThresholdKernels, TopKKernels
 from hvd_gradcomp.ops.tensorflow.kernels import Kernels
 
@@ -21,7 +20,7 @@ ASSERTION = "hvd_gradcomp"  # prefix of the message of a failed check in a graph
 @lru_cache(maxsize=1)
 def library() -> Any:
     """Return the custom ops in C, or None."""
-    if os.environ.get("HVD_GRADCOMP_NATIVE") == "0":
+    if not native.enabled():
         return None
     path = building.HERE / building.operations(tf.__version__)
     if path.exists():

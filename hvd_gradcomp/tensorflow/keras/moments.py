@@ -26,6 +26,7 @@ import keras
 import tensorflow as tf
 from keras import layers
 
+from hvd_gradcomp.core import validate
 from hvd_gradcomp.tensorflow.reducers import distributed_in
 
 
@@ -198,7 +199,7 @@ def track_moments(model: keras.Model, *, others: str = "error") -> keras.Model:
             twice in one step, with `others="error"`.
     """
     if others not in OTHERS:
-        raise ValueError(f"others must be one of {', '.join(OTHERS)}, got {others!r}")
+        raise ValueError(f"others {validate.not_among(others, OTHERS)}")
     if not model.built:
         raise ValueError("build the model first: call it on a batch, or give its input shape")
     if type(model).train_step is not keras.Model.train_step:

@@ -57,6 +57,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from hvd_gradcomp.core import validate
 from hvd_gradcomp.planning.description import tracked
 from hvd_gradcomp.torch.moments import dynamo, sample_axis
 from hvd_gradcomp.torch.moments.rules import (
@@ -723,7 +724,7 @@ def track_moments(model: nn.Module, *, chunk: int = 16, others: str = "error") -
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
     if others not in OTHERS:
-        raise ValueError(f"others must be one of {', '.join(OTHERS)}, got {others!r}")
+        raise ValueError(f"others {validate.not_among(others, OTHERS)}")
     parameters: dict[str, nn.Parameter] = {}
     unknown: dict[str, str] = {}  # modules, and why
     apart: dict[nn.Parameter, str] = {}
