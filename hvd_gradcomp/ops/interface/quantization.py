@@ -27,11 +27,14 @@ class Quantization(BitPacking):
         first = self.mix(self.xor(self.mix(self.words((step % (1 << 32),))), salt))
         return self.concat((first, self.mix(self.xor(first, 0x9E3779B9))))
 
+    def random_words(self, key: Tensor, count: Any) -> Tensor:
+        """Return a key's numbers 0 to count - 1, below 2**32; int64 [count]."""
+        hashed = self.mix((self.arange(count) + key[:1]) % (1 << 32))
+        return self.mix(self.xor(hashed, key[1:]))
+
     def uniform(self, key: Tensor, count: Any) -> Tensor:
         """Return a key's numbers 0 to count - 1: multiples of 2**-24 in [0, 1); float32 [count]."""
-        hashed = self.mix((self.arange(count) + key[:1]) % (1 << 32))
-        hashed = self.mix(self.xor(hashed, key[1:]))
-        return self.cast(self.split_bits(hashed, 8)[0], "float32") * 2.0**-24
+        return self.cast(self.split_bits(self.random_words(key, count), 8)[0], "float32") * 2.0**-24
 
     def mix(self, x: Tensor) -> Tensor:
         """Hash x in [0, 2**32) by a bijection that looks random."""

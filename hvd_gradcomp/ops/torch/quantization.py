@@ -31,8 +31,8 @@ class Quantization(Base):
         both = first, _mix(first ^ 0x9E3779B9)
         return self.words(both) if self.kernels is None else both
 
-    def uniform(self, key: Any, count: Any) -> Tensor:
-        return super().uniform(self.words(key) if isinstance(key, tuple) else key, count)
+    def random_words(self, key: Any, count: Any) -> Tensor:
+        return super().random_words(self.words(key) if isinstance(key, tuple) else key, count)
 
     def group_maxima(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         if self.quantizers is not None:
