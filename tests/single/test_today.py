@@ -24,7 +24,7 @@ from hvd_gradcomp import (
     SignumCompressor,
 )
 from hvd_gradcomp.codecs.elias_fano import EliasFano
-from hvd_gradcomp.codecs.values import VALUES
+from hvd_gradcomp.codecs.values import VALUES, Stretch, ValueGroups
 from hvd_gradcomp.core.compressor import Context, leaves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
@@ -261,8 +261,10 @@ def test_a_state_that_keeps_the_gradients_memory_has_the_same_bits(mean, clips):
 def test_bins_are_those_of_the_paper():
     values = np.random.default_rng(4).standard_normal(1000).astype(np.float32)
     for name, bits in (("int2", 2), ("int4", 4)):
-        coding, ops = VALUES[name], TorchOps()
-        decoded = coding.decode(ops, coding.encode(ops, torch.from_numpy(values)), 1000)
+        coding, ops, places = VALUES[name], TorchOps(), torch.arange(1000)
+        groups = ValueGroups.of([Stretch(0, 1000, 1000)])
+        coded = coding.encode(ops, torch.from_numpy(values), places, groups)
+        decoded = coding.decode(ops, coded, places, groups)
         assert np.allclose(decoded.numpy(), today.codebook(values, bits), atol=1e-6)
 
 
