@@ -66,9 +66,11 @@ class RandomStretchCompressor(Compressor):
         count = sum(map(self.stretches, layout.sizes))
         # The layout is in it so that buckets draw different places.
         noise = ops.uniform(ops.key(context.step, self.seed ^ layout.digest), count)
-        place = ops.arange(count) * self.every + ops.cast(noise * self.every, "int64")
-        last = ops.words([o + size - 1 for o, size in zip(layout.offsets, layout.sizes)])
-        return ops.minimum(place, ops.gather(last, ops.table(layout, "layer_of_block")[:count]))
+        start = ops.arange(count) * self.every
+        ends = ops.words([o + size for o, size in zip(layout.offsets, layout.sizes)])
+        left = ops.gather(ends, ops.table(layout, "layer_of_block")[:count]) - start
+        length = ops.cast(ops.minimum(left, self.every), "float32")
+        return start + ops.cast(noise * length, "int64")
 
     def stretches(self, size):
         """Return the number of stretches of a layer; the last one may be shorter."""

@@ -21,7 +21,7 @@ from hvd_gradcomp.codecs.owners import Message
 from hvd_gradcomp.codecs.sparse import SparseCompressor
 from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.codecs.topk import TopKCompressor
-from hvd_gradcomp.codecs.values import VALUES, ValueCoding
+from hvd_gradcomp.codecs.values import VALUES, ValueCoding, ValueGroups
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.capacity import PACES, CapacitySchedule, CapacityState
 from hvd_gradcomp.core.collectives import Allgather, Switch
@@ -35,6 +35,7 @@ from hvd_gradcomp.ops.kernel_params import CapacityLevel
 
 _CODINGS = ("float32", "bfloat16")
 _EXCHANGES = ("auto", "two_shot")
+_NO_GROUPS = ValueGroups(())  # of floats, which share nothing
 _SIZE, _SHARE = 1 << 20, 100  # "auto" compares what a bucket of this size sends, one element in 100
 
 
@@ -118,7 +119,7 @@ class Balanced(Composite):
 
     def two_shot(self, layout: Layout, count: int, ranks: int) -> Exchange:
         """Return the exchange of so many elements by owners."""
-        parts = Message.of(layout, self.room(count, ranks), self.coding).parts()
+        parts = Message.of(layout, self.room(count, ranks), self.coding, _NO_GROUPS).parts()
         shard = float(wire.packed_bytes(parts))
         return Exchange("two_shot", (("alltoall", ranks * shard), ("allgather", shard)))
 
@@ -140,12 +141,12 @@ class Balanced(Composite):
     def message(self, ops: Ops, layout: Layout, ranks: int, level: CapacityLevel) -> Message:
         """Return the body of a message to or from an owner, at one level."""
         if isinstance(level.capacity, int):
-            return Message.of(layout, self.room(level.capacity, ranks), self.coding)
+            return Message.of(layout, self.room(level.capacity, ranks), self.coding, _NO_GROUPS)
         rooms = [self.room(count, ranks) for count in self.schedule(layout, ranks).capacities]
         low = [low_bits(room, layout.sink) for room in (*rooms, 1)]
         room = ops.choice((*rooms, 1), level.index)
         code = EliasFano(1, room, layout.sink, ops.choice(low, level.index))
-        return Message(layout, room, code, self.coding)
+        return Message(layout, room, code, self.coding, _NO_GROUPS)
 
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
         """Return the method itself where its own exchange brings ranks fewer bytes."""

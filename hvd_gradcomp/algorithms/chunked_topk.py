@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.elias_fano import EliasFano
 from hvd_gradcomp.codecs.quantized import EXCHANGES
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.codecs.values import VALUES, ValueCoding
+from hvd_gradcomp.codecs.values import VALUES, Stretch, ValueCoding, ValueGroups
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.collectives import Allgather, Alltoall
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
@@ -20,6 +21,65 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 MEANS = ("ranks", "contributors")
+
+
+@dataclass(frozen=True)
+class Body:
+    """Body of the payloads of some chunks.
+
+    Args:
+        chunk: elements of a chunk.
+        places: code of the places in each chunk.
+        coding: code of the values.
+        groups: of the values of each payload that has this body, by places in its chunks; payloads
+            have the room for those with the most side values.
+    """
+
+    chunk: int
+    places: EliasFano
+    coding: ValueCoding
+    groups: tuple[ValueGroups, ...]
+
+    @cached_property
+    def parts(self) -> dict[str, wire.Part]:
+        """Return the parts."""
+        values = self.coding.parts(self.places.rows * self.places.count, *self.groups)
+        return {**self.places.parts(), **values}
+
+    @property
+    def packed_bytes(self) -> int:
+        """Return the bytes of a payload."""
+        return wire.packed_bytes(self.parts)
+
+    def encode(
+        self, ops: Ops, groups: ValueGroups, index: Tensor, values: Tensor
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return the body in pieces, and the values as all ranks decode them; [chunks, k]."""
+        places = self._in_chunks(ops, index)
+        coded = self.coding.encode(ops, ops.reshape(values, (-1,)), places, groups)
+        sent = self.coding.decode(ops, coded, places, groups)
+        if "sides" in coded:
+            missing = self.parts["sides"].count - coded["sides"].shape[0]
+            coded["sides"] = ops.concat((coded["sides"], ops.zeros((missing,))))
+        payload = {**self.places.encode(ops, index), **coded}
+        return wire.pack_pieces(ops, self.parts, payload), ops.reshape(sent, values.shape)
+
+    def decode(
+        self, ops: Ops, groups: Sequence[ValueGroups], bodies: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return each rank's places and values, by chunk; groups are those of each rank."""
+        payload, decoded = wire.unpack_body(ops, self.parts, bodies), []
+        for rank, of_rank in enumerate(groups):
+            parts = {name: part[rank] for name, part in payload.items()}
+            index = self.places.decode(ops, parts)
+            values = self.coding.decode(ops, parts, self._in_chunks(ops, index), of_rank)
+            decoded.append((index, ops.reshape(values, index.shape)))
+        return decoded
+
+    def _in_chunks(self, ops: Ops, index: Tensor) -> Tensor:
+        """Return places in all chunks, given those in each; int64 [chunks * k]."""
+        first = ops.reshape(ops.arange(self.places.rows) * self.chunk, (-1, 1))
+        return ops.reshape(index + first, (-1,))
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,7 +106,8 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         chunk: elements of a chunk, at least 32; a power of two.
         k: elements of a chunk to send, at least 1; smaller sends less.
         values: code of the sent values: "float32", "bfloat16", "int8", "int4", "int2", "sign". int4
-            and int2 are bins with a codebook, shared by up to 4,096 values.
+            and int2 are bins with a codebook. Neighbours in a layer, some 4,096 at most, share a
+            codebook or a scale.
         decay: factor of what was kept, in (0, 1]. Below 1 the method forgets: then
             `kept + sent = decay * before + gradient`, and gradients are not sent in full.
         mean: "ranks", the mean over all ranks; or "contributors", the mean over those that sent
@@ -58,7 +119,8 @@ class ChunkedTopKCompressor(Clipping, Compressor):
             nothing.
 
     Differs from the published code: a place takes 8 bits, not 12 or 64, and a value its 2 bits, not
-    a byte; chunks run through the whole bucket. From Ok-Topk: chunks, of which each sends as many,
+    a byte; chunks run through the whole bucket, so at the border of two layers their elements
+    compete; a large layer has several codebooks. From Ok-Topk: chunks, of which each sends as many,
     take the place of its thresholds and of the balancing that these need.
 
     Raises:
@@ -109,14 +171,17 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         """Return the code of the places of `size` elements."""
         return EliasFano.of(-(-size // self.chunk), self.k, self.chunk)
 
-    def parts(self, size: int) -> dict[str, wire.Part]:
-        """Return the parts of a payload's body for `size` elements."""
-        places = self.places(size)
-        return {**places.parts(), **self.coding.parts(places.rows * self.k)}
+    def body(self, layout: Layout) -> Body:
+        """Return the body of a bucket's payload."""
+        return _body_of(self, layout)
+
+    def shard_body(self, layout: Layout, ranks: int) -> Body:
+        """Return the body of an owner's payload, with the groups of each owner."""
+        return _shard_body_of(self, layout, ranks)
 
     def payload_bytes(self, layout: Layout) -> int:
         """Return the bytes of a bucket's payload."""
-        return wire.packed_bytes(self.parts(layout.size))
+        return self.body(layout).packed_bytes
 
     def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
         """Return the exchange; dense is an allreduce of the decoded payloads.
@@ -140,12 +205,12 @@ class ChunkedTopKCompressor(Clipping, Compressor):
 
     def shard_bytes(self, layout: Layout, ranks: int) -> int:
         """Return the bytes of an owner's payload."""
-        chunks = -(-self.places(layout.size).rows // ranks)
-        return wire.packed_bytes(self.parts(chunks * self.chunk))
+        return self.shard_body(layout, ranks).packed_bytes
 
     def layer_bytes(self, shape: Sequence[int]) -> float:
-        chunk = int(wire.body_bytes(self.parts(1 << 20))) * self.chunk / (1 << 20)
-        return prod(shape) / self.chunk * chunk
+        places = EliasFano.of(1 << 20, self.k, self.chunk)
+        per_chunk, chunks = wire.body_bytes(places.parts()) / places.rows, prod(shape) / self.chunk
+        return chunks * per_chunk + self.coding.layer_bytes(chunks * self.k)
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -164,7 +229,8 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         if exchange.kind == "two_shot":
             found = finite, there, index, values
             return (yield from self.two_shot(ops, context, state, found))
-        parts, sent = self.encode(ops, size, index, values)
+        body = self.body(layout)
+        pieces, sent = body.encode(ops, body.groups[0], index, values)
         if exchange.kind == "dense":
             weight = patterns.poison(ops, finite) + 1.0
             room = ops.zeros((size,))
@@ -172,21 +238,36 @@ class ChunkedTopKCompressor(Clipping, Compressor):
             total = yield from patterns.allreduce_bucket(ops, context, total)
             total = patterns.check_sum(ops, total)
             return total, self.commit(ops, state.r, there, index, sent)
-        gathered, weights = yield from self.allgather(ops, context, size, parts, finite)
+        groups = body.groups * context.size
+        gathered, weights = yield from self.allgather(ops, context, body, groups, pieces, finite)
         kept, room = (there, state.r) if context.owns_gradient else (state.r, there)
         state = self.commit(ops, kept, there, index, sent)
         return self.sum(ops, gathered, weights, room), state
 
     def allgather(
-        self, ops: Ops, context: Context, size: int, parts: Mapping[str, Tensor], finite: Any
+        self,
+        ops: Ops,
+        context: Context,
+        body: Body,
+        groups: Sequence[ValueGroups],
+        pieces: Sequence[Tensor],
+        finite: Any,
     ) -> Program:
-        """Allgather payloads of `size` elements; return what `decode` finds, and their weights."""
-        body = wire.pack_pieces(ops, self.parts(size), parts)
+        """Allgather bodies; return what is decoded of each rank, and their weights.
+
+        Args:
+            ops: the tensor operations.
+            context: of the step.
+            body: of all ranks.
+            groups: of the values of each rank.
+            pieces: of this rank's body.
+            finite: whether this rank's gradient is.
+        """
         header = patterns.header_of(self, context, finite)
-        buffers = yield Allgather(wire.pack(ops, header, *body))
+        buffers = yield Allgather(wire.pack(ops, header, *pieces))
         expected, spec = patterns.header_of(self, context), patterns.reduction_spec(context, {})
         header, bodies = wire.unpack(ops, expected, buffers, spec)
-        gathered = self.decode(ops, size, bodies)
+        gathered = body.decode(ops, groups, bodies)
         header = self.check_summable(ops, context, header, [values for _, values in gathered])
         return gathered, patterns.weights_of(ops, context, header)
 
@@ -209,32 +290,35 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         size, chunk = context.layout.size, self.chunk
         owned = self.owned(size, context.size)
         cuts = [(first * chunk, min(end * chunk, size)) for first, end in owned]
-        shard = max(end - first for first, end in owned) * chunk
+        body = self.shard_body(context.layout, context.size)
         plain = context._replace(prescale=1.0, postscale=1.0)
         expected, spec = patterns.header_of(self, context), patterns.reduction_spec(plain, {})
 
         chosen: Sequence[Tensor] = (index, largest)
-        coded = [self.encode_shard(ops, shard, chosen, a, b) for a, b in owned]
+        coded = [
+            self.encode_shard(ops, body, groups, chosen, a, b)
+            for groups, (a, b) in zip(body.groups, owned)
+        ]
         decoded = [values[: b - a] for (_, values), (a, b) in zip(coded, owned)]
         sent = self.rows_of(ops, decoded)
-        bodies = [wire.pack_pieces(ops, self.parts(shard), parts) for parts, _ in coded]
         header = patterns.header_of(self, context, finite)
-        buffers = yield Alltoall(wire.pack_all(ops, header, bodies))
+        buffers = yield Alltoall(wire.pack_all(ops, header, [pieces for pieces, _ in coded]))
         header, received = wire.unpack(ops, expected, buffers, spec)
         rows = owned[context.rank][1] - owned[context.rank][0]
-        theirs = self.decode(ops, shard, received)
+        share = body.groups[context.rank]
+        theirs = body.decode(ops, [share] * context.size, received)
         weights = patterns.weights_of(ops, plain, header)
         start, end = cuts[context.rank]
         if rows:
-            places = [own[:rows] for own, _ in theirs]
+            places = [index[:rows] for index, _ in theirs]
             summands = [values[:rows] for _, values in theirs]
             room = ops.zeros((end - start,))
             total = ops.add_in_rows(None, room, chunk, places, summands, weights)
             given = ops.zeros((end - start,)), 1.0, total, chunk, self.k
             finite, total, *chosen = ops.accumulate_largest_checked(*given)
         # Who owns nothing sends any chunk of its own, which nobody uses.
-        parts, sent_sums = self.encode_shard(ops, shard, chosen, 0, rows)
-        sums, weights = yield from self.allgather(ops, context, shard, parts, finite)
+        pieces, sent_sums = self.encode_shard(ops, body, share, chosen, 0, rows)
+        sums, weights = yield from self.allgather(ops, context, body, body.groups, pieces, finite)
         kept, room = (there, state.r) if context.owns_gradient else (state.r, there)
         state = self.commit(ops, kept, there, index, sent)
         if rows:
@@ -255,31 +339,24 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         return ops.assemble(room, pieces), state
 
     def encode_shard(
-        self, ops: Ops, shard: int, chosen: Sequence[Tensor], first: int, end: int
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return `encode` of some chunks, and of another behind them if a shard has more."""
+        self,
+        ops: Ops,
+        body: Body,
+        groups: ValueGroups,
+        chosen: Sequence[Tensor],
+        first: int,
+        end: int,
+    ) -> tuple[list[Tensor], Tensor]:
+        """Return `Body.encode` of some chunks, and of another behind them if a shard has more."""
         index, values = (x[first:end] for x in chosen)
-        if end - first < self.places(shard).rows:  # by one; what is decoded there is left out
+        if end - first < body.places.rows:  # by one; what is decoded there is left out
             index, values = (self.rows_of(ops, [x[first:end], x[:1]]) for x in chosen)
-        return self.encode(ops, shard, index, values)
+        return body.encode(ops, groups, index, values)
 
     def rows_of(self, ops: Ops, pieces: Sequence[Tensor]) -> Tensor:
         """Return the pieces' rows as one tensor; [rows, k]."""
         flat = ops.concat([ops.reshape(piece, (-1,)) for piece in pieces])
         return ops.reshape(flat, (-1, self.k))
-
-    def encode(
-        self, ops: Ops, size: int, index: Tensor, values: Tensor
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the parts of the body, and the values as all ranks decode them, by chunk."""
-        coded = self.coding.encode(ops, ops.reshape(values, (-1,)))
-        parts = {**self.places(size).encode(ops, index), **coded}
-        return parts, self.values_of(ops, size, coded)
-
-    def values_of(self, ops: Ops, size: int, coded: Mapping[str, Tensor]) -> Tensor:
-        """Return one rank's decoded values; float32 [chunks, k]."""
-        rows = self.places(size).rows
-        return ops.reshape(self.coding.decode(ops, coded, rows * self.k), (rows, self.k))
 
     def commit(
         self, ops: Ops, kept: Tensor, there: Tensor, index: Tensor, sent: Tensor
@@ -287,15 +364,6 @@ class ChunkedTopKCompressor(Clipping, Compressor):
         """Return what was there without what was sent. Donating for kept, which may be there."""
         less = ops.constants((-1.0,))
         return Residual(ops.add_in_rows(there, kept, self.chunk, [index], [sent], less))
-
-    def decode(self, ops: Ops, size: int, bodies: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return each rank's places and values, by chunk."""
-        payload = wire.unpack_body(ops, self.parts(size), bodies)
-        ranks = [
-            {name: part[rank] for name, part in payload.items()} for rank in range(bodies.shape[0])
-        ]
-        places = self.places(size)
-        return [(places.decode(ops, mine), self.values_of(ops, size, mine)) for mine in ranks]
 
     def check_summable(
         self, ops: Ops, context: Context, header: wire.Header, values: Sequence[Tensor]
@@ -335,3 +403,22 @@ class ChunkedTopKCompressor(Clipping, Compressor):
     ) -> tuple[Residual, Tensor]:
         del ops
         return Residual(state.r + residual), gradient
+
+
+@lru_cache(maxsize=1024)
+def _body_of(compressor: ChunkedTopKCompressor, layout: Layout) -> Body:
+    chunk, k, layers = compressor.chunk, compressor.k, []
+    for start, size in zip(layout.offsets, layout.sizes):
+        chunks = -(-(start + size) // chunk) - start // chunk
+        layers.append(Stretch(start, start + size, min(size, chunks * k)))
+    groups = ValueGroups.of(layers, [size * k / chunk for size in layout.sizes])
+    return Body(chunk, compressor.places(layout.size), compressor.coding, (groups,))
+
+
+@lru_cache(maxsize=1024)
+def _shard_body_of(compressor: ChunkedTopKCompressor, layout: Layout, ranks: int) -> Body:
+    (whole,), chunk = compressor.body(layout).groups, compressor.chunk
+    owned = compressor.owned(layout.size, ranks)
+    groups = [whole.between(first * chunk, end * chunk) for first, end in owned]
+    size = max(end - first for first, end in owned) * chunk
+    return Body(chunk, compressor.places(size), compressor.coding, tuple(groups))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.elias_fano import EliasFano
-from hvd_gradcomp.codecs.values import VALUES, ValueCoding
+from hvd_gradcomp.codecs.values import VALUES, Stretch, ValueCoding, ValueGroups
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
@@ -66,7 +66,8 @@ class DeMoCompressor(Clipping, Compressor):
         k: components of a tile to send, at least 1; smaller sends less.
         beta: factor of the momentum, in (0, 1).
         values: code of the sent values: "float32", "bfloat16", "int8", "int4", "int2", "sign".
-            DisTrO's setting is k=4 and "sign".
+            Neighbours in a layer, some 4,096 at most, share a scale or a codebook. DisTrO's setting
+            is k=4 and "sign".
         signed: whether the result is the sign; otherwise it is the mean itself.
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating; positive; smaller clips more. None clips
@@ -128,19 +129,22 @@ class DeMoCompressor(Clipping, Compressor):
     def parts(self, layout: Layout) -> dict[str, wire.Part]:
         """Return the parts of a payload's body."""
         found: dict[str, wire.Part] = {}
-        count = 0
         for number, tiles in enumerate(self.tiles(layout)):
             places = self.places(tiles)
             found.update({f"{name}{number}": part for name, part in places.parts().items()})
-            count += places.rows * places.count
-        return {**found, **self.coding.parts(count)}
+        groups = self.groups(layout)
+        return {**found, **self.coding.parts(groups.end, groups)}
+
+    def groups(self, layout: Layout) -> ValueGroups:
+        """Return the groups of values by layers; places are those in the payload."""
+        return _groups_of(self, layout)
 
     def layer_bytes(self, shape: Sequence[int]) -> float:
         if not prod(shape):
             return 0.0
         places = self.places(Tiles(0, *self.cut(shape)))
-        parts = {**places.parts(), **self.coding.parts(places.rows * places.count)}
-        return float(wire.body_bytes(parts))
+        values = self.coding.layer_bytes(places.rows * places.count)
+        return float(wire.body_bytes(places.parts())) + values
 
     def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
         payload = float(wire.packed_bytes(self.parts(layout)))
@@ -189,10 +193,11 @@ class DeMoCompressor(Clipping, Compressor):
             payload.update({f"{name}{number}": part for name, part in coded.items()})
             chosen.append(index)
             values.append(ops.reshape(largest, (-1,)))
-        flat = ops.concat(values)
-        coded = self.coding.encode(ops, flat)
+        flat, groups = ops.concat(values), self.groups(layout)
+        order = ops.arange(flat.shape[0])
+        coded = self.coding.encode(ops, flat, order, groups)
         payload.update(coded)
-        decoded = self.coding.decode(ops, coded, flat.shape[0])
+        decoded = self.coding.decode(ops, coded, order, groups)
         pieces = zip(tiles, chosen, patterns.split_like(decoded, chosen))
         return payload, [_spread(ops, each, index, value) for each, index, value in pieces]
 
@@ -203,7 +208,8 @@ class DeMoCompressor(Clipping, Compressor):
         payload = wire.unpack_body(ops, self.parts(layout), bodies)
         totals = [ops.zeros((each.count * each.size,)) for each in tiles]
         counts = [ops.zeros((each.count * each.size,)) for each in tiles]
-        count = sum(places.rows * places.count for places in map(self.places, tiles))
+        groups = self.groups(layout)
+        order = ops.arange(groups.end)
         for rank in range(bodies.shape[0]):
             mine = {name: part[rank] for name, part in payload.items()}
             chosen = [
@@ -212,7 +218,7 @@ class DeMoCompressor(Clipping, Compressor):
                 )
                 for number, each in enumerate(tiles)
             ]
-            values = self.coding.decode(ops, mine, count) * weights[rank]
+            values = self.coding.decode(ops, mine, order, groups) * weights[rank]
             for number, (each, index, value) in enumerate(
                 zip(tiles, chosen, patterns.split_like(values, chosen))
             ):
@@ -245,6 +251,15 @@ class DeMoCompressor(Clipping, Compressor):
 
     def residual(self, state: Momentum) -> Tensor:
         return state.m
+
+
+@lru_cache(maxsize=1024)
+def _groups_of(compressor: DeMoCompressor, layout: Layout) -> ValueGroups:
+    layers, end = [], 0
+    for places in map(compressor.places, compressor.tiles(layout)):
+        start, end = end, end + places.rows * places.count
+        layers.append(Stretch(start, end, end - start))
+    return ValueGroups.of(layers)
 
 
 def _divisor(n: int, most: int) -> int:

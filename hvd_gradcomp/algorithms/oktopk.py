@@ -13,7 +13,7 @@ from hvd_gradcomp.codecs.elias_fano import EliasFano
 from hvd_gradcomp.codecs.owners import Chosen, Message
 from hvd_gradcomp.codecs.quantized import EXCHANGES
 from hvd_gradcomp.codecs.topk import count_of
-from hvd_gradcomp.codecs.values import VALUES, ValueCoding
+from hvd_gradcomp.codecs.values import VALUES, ValueCoding, ValueGroups
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
 from hvd_gradcomp.core.cost_model import Exchange, cheapest, dense_exchange
@@ -56,7 +56,8 @@ class OkTopKCompressor(Clipping, Compressor):
     Args:
         density: share of elements to send, in (0, 1]; smaller sends less.
         values: code of the sent values: "float32", "bfloat16", "int8", "int4", "int2" or "sign";
-            fewer bits send less. Up to 4,096 values share a scale or a codebook.
+            fewer bits send less. Neighbours in a layer, some 4,096 at most, share a scale or a
+            codebook, so each message has these of all layers.
         exchange: "allgather"; "two_shot", by owners; or "auto": the one that moves fewer bytes,
             from 3 ranks on by owners. "two_shot" never sends all elements.
         slack: room for elements of a region, over that for a mean one; at least 1. Larger sends
@@ -113,7 +114,8 @@ class OkTopKCompressor(Clipping, Compressor):
 
     def message(self, layout: Layout, count: int) -> Message:
         """Return the body of so many elements."""
-        return Message.of(layout, count, self.coding)
+        groups = ValueGroups.of_model(layout, self.count(layout), count)
+        return Message.of(layout, count, self.coding, groups)
 
     def payload_bytes(self, layout: Layout) -> int:
         """Return the bytes of a bucket's payload in an allgather."""
@@ -136,8 +138,8 @@ class OkTopKCompressor(Clipping, Compressor):
     def layer_bytes(self, shape: Sequence[int]) -> float:
         size = 1 << 20  # layers compete, so a small one need not send any
         count = count_of(size, self.density)
-        parts = {**EliasFano.of(1, count, size).parts(), **self.coding.parts(count)}
-        return prod(shape) / size * int(wire.body_bytes(parts))
+        places = int(wire.body_bytes(EliasFano.of(1, count, size).parts()))
+        return prod(shape) / size * (places + self.coding.layer_bytes(count))
 
     # -- one step ----------------------------------------------------------------------------
 

@@ -22,8 +22,8 @@ class RandomKCompressor(Clipping, Compressor):
     """Sends one random element of each stretch of a layer (Stich et al. 2018, section 2).
 
     All ranks draw the same places from the step and a seed, so no index travels, and what is sent
-    is added up on the way. A layer is cut into stretches of `1 / density` elements, with one place
-    in each.
+    is added up on the way. A layer is cut into stretches of `1 / density` elements, the last one of
+    what is left, with one place in each.
 
     What travels: 4 bytes for each stretch, by allreduce. State: `r`, 4 bytes for each element; none
     without feedback.
@@ -31,7 +31,7 @@ class RandomKCompressor(Clipping, Compressor):
     Args:
         density: 1 over a power of two from 2 to 65,536; smaller sends less.
         feedback: whether the elements that were not drawn are kept for the next step. Otherwise
-            those drawn are multiplied by `1 / density`, and the result is unbiased.
+            those drawn are multiplied by the length of their stretch, and the result is unbiased.
         seed: of the places.
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating; positive; smaller clips more. None clips
@@ -82,29 +82,35 @@ class RandomKCompressor(Clipping, Compressor):
         gradient, _ = self.clipped(ops, context, gradient, extra)
         finite, gradient = patterns.check_storable(ops, gradient)
         there = ops.accumulate(gradient, state.r) if self.feedback else gradient
-        index = self.places(ops, context)
+        index, length = self.places(ops, context)
         sent = ops.concat((ops.gather(there, index), patterns.poison(ops, finite)))
         total = yield Allreduce(sent, context.prescale, context.postscale)
         total = patterns.strip_poison(ops, total)  # raises on all ranks, and the state is as it was
         if not self.feedback:
-            return ops.put(ops.clear(there), index, total * float(self.block)), state
+            total = total * ops.cast(length, "float32")
+            return ops.put(ops.clear(there), index, total), state
         kept = ops.put(there, index, 0.0)
         r = ops.overwrite(state.r, kept)
         return ops.put(ops.clear(kept), index, total), Residual(r)
 
-    def places(self, ops: Ops, context: Context) -> Tensor:
-        """Return the indices that all ranks send in this step; int64 [stretches], ascending."""
+    def places(self, ops: Ops, context: Context) -> tuple[Tensor, Tensor]:
+        """Return the indices that all ranks send in this step, and the lengths of their stretches.
+
+        int64 [stretches], ascending.
+        """
         layout = context.layout
         count = sum(map(self.stretches, layout.sizes))
         # The layout is in it so that buckets draw different places.
-        noise = ops.uniform(ops.key(context.step, self.seed ^ layout.digest), count)
+        words = ops.random_words(ops.key(context.step, self.seed ^ layout.digest), count)
         # Beside another method the bucket's blocks may be longer than a stretch.
         tight = replace(layout, block=self.block)
         layer = ops.table(tight, "layer_of_block")[:count]
         moved = ops.words([to - at for at, to in zip(tight.offsets, layout.offsets)])
-        last = ops.words([at + size - 1 for at, size in zip(layout.offsets, layout.sizes)])
-        place = ops.arange(count) * self.block + ops.cast(noise * float(self.block), "int64")
-        return ops.minimum(place + ops.gather(moved, layer), ops.gather(last, layer))
+        ends = ops.words([at + size for at, size in zip(tight.offsets, layout.sizes)])
+        start = ops.arange(count) * self.block
+        length = ops.minimum(ops.gather(ends, layer) - start, self.block)
+        place, _ = ops.split_bits(words * length, 32)
+        return start + place + ops.gather(moved, layer), length
 
     def report(self, layout: Layout, state: Any, steps: int, since: int = 0) -> Report:
         sent = [self.stretches(size) for size in layout.sizes]

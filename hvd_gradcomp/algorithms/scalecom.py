@@ -52,9 +52,10 @@ class ScaleComCompressor(Clipping, Compressor):
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
         values: code of the sent values: "float32", "bfloat16", "int8", "int4", "int2" or "sign";
-            fewer bits send less. What rounding takes stays in `r`. Up to 4,096 values share a scale
-            or a codebook. Rounded values travel by allgather, whose cost grows with the number of
-            ranks; decoded, by allreduce, where that moves fewer bytes.
+            fewer bits send less. What rounding takes stays in `r`. Neighbours in a layer, some
+            4,096 at most, share a scale or a codebook. Rounded values travel by allgather, whose
+            cost grows with the number of ranks; decoded, by allreduce, where that moves fewer
+            bytes.
 
     Differs from the paper: the selection is exact, not chunked; the leader sends no zeros.
 
@@ -126,11 +127,11 @@ class ScaleComCompressor(Clipping, Compressor):
         if self.topk.rounds:
             whole, spec = values, BodySpec(self.topk, layout, self.topk.capacity(layout))
             real = index < layout.sink
-            coded, values = spec.encode_values(ops, whole, ops.cast(real, "int64"))
+            coded, values = spec.encode_values(ops, whole, index)
             values = ops.where(real, values, 0.0)
             error = whole - values
         if self.gathers(layout, context.size):
-            total = yield from self._gathered(ops, context, finite, spec, coded)
+            total = yield from self._gathered(ops, context, finite, spec, index, coded)
         else:
             values = ops.concat((values, patterns.poison(ops, finite)))
             total = yield Allreduce(values, context.prescale, context.postscale)
@@ -138,7 +139,13 @@ class ScaleComCompressor(Clipping, Compressor):
         return self.commit_all(ops, layout, gradient, state, index, total, error)
 
     def _gathered(
-        self, ops: Ops, context: Context, finite: Any, spec: BodySpec, coded: dict[str, Tensor]
+        self,
+        ops: Ops,
+        context: Context,
+        finite: Any,
+        spec: BodySpec,
+        index: Tensor,
+        coded: dict[str, Tensor],
     ) -> Generator[Any, Any, Tensor]:
         """Allgather the rounded values and sum them in rank order; float32 [capacity]."""
         parts = self.value_parts(context.layout)
@@ -150,8 +157,9 @@ class ScaleComCompressor(Clipping, Compressor):
         weights = patterns.weights_of(ops, context, header)
         total = ops.zeros((self.topk.capacity(context.layout),))
         payload = wire.unpack_body(ops, parts, bodies)
-        for rank, values in enumerate(spec.decode_values(ops, payload)):
-            total = total + values * weights[rank]
+        for rank in range(context.size):
+            mine = {name: part[rank] for name, part in payload.items()}
+            total = total + spec.decode_values(ops, mine, index) * weights[rank]
         return patterns.check_sum(ops, total)
 
     def _all(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
@@ -173,7 +181,9 @@ class ScaleComCompressor(Clipping, Compressor):
 
     def value_parts(self, layout: Layout) -> dict[str, wire.Part]:
         """Return the parts of the body that holds rounded values."""
-        return self.topk.value_coding.parts(self.topk.capacity(layout))
+        return self.topk.value_coding.parts(
+            self.topk.capacity(layout), self.topk.value_groups(layout)
+        )
 
     def value_bytes(self, layout: Layout) -> int:
         """Return the bytes of the rounded values, header included."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from hvd_gradcomp.codecs.compaction import window
 from hvd_gradcomp.codecs.elias_fano import EliasFano
 from hvd_gradcomp.codecs.topk_select import largest, of_blocks
-from hvd_gradcomp.codecs.values import ValueCoding
+from hvd_gradcomp.codecs.values import ValueCoding, ValueGroups
 from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.collectives import Allgather, Alltoall
 from hvd_gradcomp.core.compressor import Context
@@ -174,22 +174,24 @@ class Message:
         count: elements; an integer, or a scalar of a graph.
         places: code of the places of one message.
         coding: code of the values.
+        groups: of the values, by layers.
     """
 
     layout: Layout
     count: Any
     places: EliasFano
     coding: ValueCoding
+    groups: ValueGroups
 
     @classmethod
-    def of(cls, layout: Layout, count: int, coding: ValueCoding) -> Message:
+    def of(cls, layout: Layout, count: int, coding: ValueCoding, groups: ValueGroups) -> Message:
         """Return the shortest message of so many elements."""
-        return cls(layout, count, EliasFano.of(1, count, layout.sink), coding)
+        return cls(layout, count, EliasFano.of(1, count, layout.sink), coding, groups)
 
     def parts(self) -> dict[str, wire.Part]:
         """Return the parts of a body."""
         load = {"load": wire.Part("uint32", 1)}
-        return {**load, **self.places.parts(), **self.coding.parts(self.count)}
+        return {**load, **self.places.parts(), **self.coding.parts(self.count, self.groups)}
 
     def encode(
         self, ops: Ops, messages: int, found: Elements, load: Tensor
@@ -197,10 +199,11 @@ class Message:
         """Return the bodies of some messages in pieces, and the elements as they are decoded."""
         real = found.index < self.layout.sink
         places = self.places.encode_apart(ops, found.index)
-        counted, coded, decoded = ops.cast(real, "int64"), [], []
+        coded, decoded = [], []
         for row in range(messages):
-            coded.append(self.coding.encode(ops, found.values[row], counted[row]))
-            decoded.append(self.coding.decode(ops, coded[row], self.count))
+            index = found.index[row]
+            coded.append(self.coding.encode(ops, found.values[row], index, self.groups))
+            decoded.append(self.coding.decode(ops, coded[row], index, self.groups))
         values = {name: ops.stack([code[name] for code in coded]) for name in coded[0]}
         payload = {"load": ops.reshape(load, (messages, 1)), **places, **values}
         bodies = wire.pack_rows(ops, self.parts(), payload, messages)
@@ -213,7 +216,7 @@ class Message:
 
         def values_of(rank: int) -> Tensor:
             mine: Mapping[str, Tensor] = {name: part[rank] for name, part in payload.items()}
-            return self.coding.decode(ops, mine, self.count)
+            return self.coding.decode(ops, mine, index[rank], self.groups)
 
         values = ops.stack([values_of(rank) for rank in range(bodies.shape[0])])
         return payload["load"], Elements(index, ops.where(index < self.layout.sink, values, 0.0))

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 from hvd_gradcomp.codecs.indices import CODINGS, IndexCoding
 from hvd_gradcomp.codecs.sparse import Encoded, Memory, Payloads, SparseCompressor, StepInputs
 from hvd_gradcomp.codecs.topk_select import largest, of_blocks
-from hvd_gradcomp.codecs.values import VALUES, ValueCoding
+from hvd_gradcomp.codecs.values import VALUES, ValueCoding, ValueGroups
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
 from hvd_gradcomp.core.cost_model import Exchange, dense_exchange, most_gathered
@@ -121,6 +121,10 @@ class TopKCompressor(SparseCompressor):
         """Return the maximum number of elements of each layer, or of the model."""
         return _most_of(self, layout)
 
+    def value_groups(self, layout: Layout) -> ValueGroups:
+        """Return the groups of values that share side values."""
+        return _value_groups_of(self, layout)
+
     def capacity(self, layout: Layout) -> int:
         """Return the maximum number of elements in a payload."""
         return sum(self.most(layout))
@@ -144,9 +148,8 @@ class TopKCompressor(SparseCompressor):
 
     def parts(self, layout: Layout, capacity: int | None = None) -> dict[str, wire.Part]:
         """Return the parts of a body with this capacity; by default the maximum."""
-        most = self.capacity(layout)
-        capacity = most if capacity is None else capacity
-        values = self.value_coding.parts(capacity, most)
+        capacity = self.capacity(layout) if capacity is None else capacity
+        values = self.value_coding.parts(capacity, self.value_groups(layout))
         return {**self.coding.parts(layout, capacity), **values}
 
     def body_bytes(self, layout: Layout, level: CapacityLevel | None = None) -> int:
@@ -160,8 +163,7 @@ class TopKCompressor(SparseCompressor):
     def layer_bytes(self, shape: Sequence[int]) -> float:
         size = prod(shape)
         count = self.count(size)
-        values = wire.body_bytes(self.value_coding.parts(count))
-        return count * (values / count + self.coding.bits(size, count) / 8)
+        return self.value_coding.layer_bytes(count) + count * self.coding.bits(size, count) / 8
 
     def init(self, ops: Ops, layout: Layout) -> Any:
         memory, _, sent = super().init(ops, layout)
@@ -189,7 +191,7 @@ class TopKCompressor(SparseCompressor):
         chosen = self.select(ops, scope, step, memory[0], k_per_layer, found, level)
         parts, index, values, hint = chosen
         values, real = ops.bits_float(values), ops.cast(index < layout.sink, "int64")
-        coded, decoded = spec.encode_values(ops, values, real)
+        coded, decoded = spec.encode_values(ops, values, index)
         body = wire.pack_body(ops, spec.parts(ops), {**parts, **coded})
         per_layer = ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
         undo_log = self.undo_log(ops, memory, index, values)
@@ -250,12 +252,9 @@ class TopKCompressor(SparseCompressor):
         sent = BodySpec.on(self, layout, level)
         if sent.form(ops) is not None and ops.topk_kernels.looks:
             return []  # the summing kernel checks them
-        if not self.rounds:
-            values = wire.unpack_part(ops, sent.parts(ops), bodies, "values")
-            return [ops.reshape(ops.peaks(values), (-1, 1))]
-        payload = wire.unpack_body(ops, sent.parts(ops), bodies)
-        peaks = [ops.peaks(ops.reshape(x, (1, -1))) for x in sent.decode_values(ops, payload)]
-        return [ops.reshape(ops.concat(peaks), (-1, 1))]
+        parts, values = sent.parts(ops), self.value_coding.parts(0, self.value_groups(layout))
+        payload = {name: wire.unpack_part(ops, parts, bodies, name) for name in values}
+        return [self.value_coding.ceiling(ops, payload)]
 
     def decode_sum(self, ops: Ops, layout: Layout, payloads: Payloads, scratch: Tensor) -> Tensor:
         level, bodies, weights = payloads
@@ -269,9 +268,10 @@ class TopKCompressor(SparseCompressor):
             return passes.add(*arguments)
         payload = wire.unpack_body(ops, sent.parts(ops), bodies)
         total = ops.clear(scratch)
-        for rank, values in enumerate(sent.decode_values(ops, payload)):
+        for rank in range(bodies.shape[0]):
             parts = {name: part[rank] for name, part in payload.items()}
             index = self.coding.decode(ops, layout, parts, sent.capacity)
+            values = sent.decode_values(ops, parts, index)
             total = ops.add_at(total, index, values * weights[rank])
         return ops.clear_last(total)
 
@@ -306,47 +306,40 @@ class BodySpec(NamedTuple):
         }
 
     def encode_values(
-        self, ops: Ops, values: Tensor, real: Tensor
+        self, ops: Ops, values: Tensor, index: Tensor
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return the parts of the values, and the values as they are decoded; float32 [capacity].
 
         Args:
             ops: the tensor operations.
             values: float32 [capacity].
-            real: int64 [capacity], 0 where nothing is sent.
+            index: of each, int64 [capacity]; the sink where nothing is sent.
         """
         compressor, layout, capacity = self
         if not compressor.rounds:
             return {"values": values}, values
         most, code = compressor.capacity(layout), compressor.value_coding
-        values = _extended(ops, values, most - capacity, most, "float32")
-        real = _extended(ops, real, most - capacity, most, "int64")
-        coded, parts = code.encode(ops, values, real), self.parts(ops)
-        decoded = code.decode(ops, coded, most)[:capacity]
+        groups, missing = compressor.value_groups(layout), most - capacity
+        values = _extended(ops, values, missing, most)
+        index = _extended(ops, index, missing, most, "int64", layout.sink)
+        coded, parts = code.encode(ops, values, index, groups), self.parts(ops)
+        decoded = code.decode(ops, coded, index, groups)[:capacity]
         return {name: x[: parts[name].count] for name, x in coded.items()}, decoded
 
-    def decode_values(self, ops: Ops, payload: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the values of each rank; float32 [capacity] each."""
+    def decode_values(self, ops: Ops, payload: Mapping[str, Tensor], index: Tensor) -> Tensor:
+        """Return the values of one rank's parts, given where they lie; float32 [capacity]."""
         compressor, layout, capacity = self
+        if not compressor.rounds:
+            return payload["values"]
         most, code = compressor.capacity(layout), compressor.value_coding
-        whole, parts = code.parts(most), self.parts(ops)
-
-        def of_rank(rank: int) -> Tensor:
-            if not compressor.rounds:
-                return payload["values"][rank]
-            coded = {
-                name: _extended(
-                    ops,
-                    payload[name][rank],
-                    part.count - parts[name].count,
-                    part.count,
-                    _IN_MEMORY[part.dtype],
-                )
-                for name, part in whole.items()
-            }
-            return code.decode(ops, coded, most)[:capacity]
-
-        return [of_rank(rank) for rank in range(next(iter(payload.values())).shape[0])]
+        whole, parts = compressor.parts(layout), self.parts(ops)
+        coded = {}
+        for name, part in code.parts(most, compressor.value_groups(layout)).items():
+            missing = whole[name].count - parts[name].count
+            dtype = _IN_MEMORY[part.dtype]
+            coded[name] = _extended(ops, payload[name], missing, part.count, dtype)
+        index = _extended(ops, index, most - capacity, most, "int64", layout.sink)
+        return code.decode(ops, coded, index, compressor.value_groups(layout))[:capacity]
 
     def form(self, ops: Ops) -> Form | Tensor | None:
         """Return the offsets of the parts in the body of fused kernels; None if there are none.
@@ -399,19 +392,28 @@ class BodySpec(NamedTuple):
         )
 
 
-_IN_MEMORY = {"float32": "float32", "uint32": "int64", "bytes": "uint8"}
+_IN_MEMORY = {"float32": "float32", "bytes": "uint8"}
 
 
-def _extended(ops: Ops, x: Tensor, missing: Any, length: int, dtype: str) -> Tensor:
-    """Append zeros up to a static length."""
+def _extended(
+    ops: Ops, x: Tensor, missing: Any, length: int, dtype: str = "float32", filler: int = 0
+) -> Tensor:
+    """Append a filler up to a static length."""
     if not (isinstance(missing, int) and missing == 0):
-        x = ops.concat((x, ops.zeros((missing,), dtype)))
+        x = ops.concat((x, ops.full((missing,), filler, dtype)))
     return ops.reshape(x, (length,))
 
 
 @lru_cache(maxsize=1024)
 def _most_of(compressor: TopKCompressor, layout: Layout) -> tuple[int, ...]:
     return tuple(compressor.count(size) for size in Scope(layout, compressor.of_model).sizes)
+
+
+@lru_cache(maxsize=1024)
+def _value_groups_of(compressor: TopKCompressor, layout: Layout) -> ValueGroups:
+    if compressor.of_model:
+        return ValueGroups.of_model(layout, compressor.capacity(layout))
+    return ValueGroups.of_layers(layout, compressor.most(layout))
 
 
 @lru_cache(maxsize=1024)

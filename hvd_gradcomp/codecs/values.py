@@ -1,15 +1,22 @@
 """Codes of the values that a sparse method sends: float32, or few bits with side values.
 
-Values are coded in groups of neighbours, a group being a run of the payload. Rounding errors are
-not lost: whoever keeps a residual subtracts what was decoded.
+Values that share side values, a scale or a codebook, are a group: what is sent of a stretch of a
+layer. No group reaches into another layer, so the scale of one does not touch the values of
+another. Whoever reads the values knows their places, and these tell the groups.
+
+Rounding errors are not lost: whoever keeps a residual subtracts what was decoded.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.core.wire import Part
 from hvd_gradcomp.ops import Ops, Tensor
@@ -17,32 +24,165 @@ from hvd_gradcomp.ops.interface.bitpack import GROUP
 from hvd_gradcomp.ops.interface.quantization import TINY
 
 _NO_BANDS = RowGroups(())
-MOST_IN_GROUP = 4096  # values that share side values, where there are more
+MOST_IN_GROUP = 4096  # values that are expected in a group, where a layer has more
+
+
+class Stretch(NamedTuple):
+    """Places from `start` to `end`, of which at most `limit` values are sent."""
+
+    start: int
+    end: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class ValueGroups:
+    """Groups of values, by the places where the values lie.
+
+    Args:
+        stretches: the places of each group, in ascending order. What lies outside is in no group;
+            nothing is sent of it, but for unused slots.
+    """
+
+    stretches: tuple[Stretch, ...]
+
+    @classmethod
+    def of(cls, layers: Sequence[Stretch], expected: Sequence[float] | None = None) -> ValueGroups:
+        """Cut layers into stretches of equal length, where many values are sent.
+
+        Args:
+            layers: the places of each.
+            expected: how many values are sent of each; by default as many as can be.
+
+        >>> ValueGroups.of([Stretch(0, 10000, 10000), Stretch(10240, 10250, 1)]).stretches[1:]
+        (Stretch(start=3333, end=6666, limit=3333), Stretch(start=6666, end=10000, limit=3334), \
+Stretch(start=10240, end=10250, limit=1))
+        """
+        stretches = []
+        for number, (start, end, limit) in enumerate(layers):
+            share = limit if expected is None else expected[number]
+            groups = max(min(math.ceil(share / MOST_IN_GROUP), end - start), 1)
+            cuts = [start + (end - start) * group // groups for group in range(groups + 1)]
+            stretches += [Stretch(a, b, min(b - a, limit)) for a, b in zip(cuts, cuts[1:]) if a < b]
+        return cls(tuple(stretches or [Stretch(0, 1, 1)]))  # side values are never none
+
+    @classmethod
+    def of_layers(cls, layout: Layout, limits: Sequence[int]) -> ValueGroups:
+        """Return groups of what is sent of the layers of a bucket, at most so much of each."""
+        spans = zip(layout.offsets, layout.sizes, limits)
+        return cls.of([Stretch(at, at + size, count) for at, size, count in spans])
+
+    @classmethod
+    def of_model(cls, layout: Layout, count: int, limit: int | None = None) -> ValueGroups:
+        """Return groups of what is sent of a whole bucket.
+
+        Args:
+            layout: of the bucket.
+            count: how many values are sent of all layers.
+            limit: how many at most of one; by default all.
+        """
+        limit = count if limit is None else limit
+        spans = list(zip(layout.offsets, layout.sizes))
+        layers = [Stretch(at, at + size, min(size, limit)) for at, size in spans]
+        return cls.of(layers, [count * size / max(layout.elements, 1) for _, size in spans])
+
+    def between(self, begin: int, end: int) -> ValueGroups:
+        """Return the groups within [begin, end), with places counted from begin."""
+        cut = [(max(s.start, begin), min(s.end, end), s.limit) for s in self.stretches]
+        return ValueGroups(
+            tuple(Stretch(a - begin, b - begin, min(b - a, limit)) for a, b, limit in cut if a < b)
+        )
+
+    @property
+    def count(self) -> int:
+        """Return the number of groups."""
+        return len(self.stretches)
+
+    @property
+    def end(self) -> int:
+        """Return the place behind the last group."""
+        return self.stretches[-1].end if self.stretches else 0
+
+    def entries(self, sides: int) -> tuple[int, ...]:
+        """Return how many side values each group has: as many as values, `sides` at most."""
+        return tuple(min(stretch.limit, sides) for stretch in self.stretches)
+
+    @cached_property
+    def borders(self) -> tuple[int, ...]:
+        """Return where stretches begin, and where they end if the next does not begin there."""
+        return tuple(border for border, _ in self._pieces)
+
+    @cached_property
+    def group_behind(self) -> tuple[int, ...]:
+        """Return the group before the first border, and behind each; `count` for none."""
+        return (self.count, *(group for _, group in self._pieces))
+
+    @cached_property
+    def _pieces(self) -> list[tuple[int, int]]:
+        pieces: dict[int, int] = {}
+        for group, stretch in enumerate(self.stretches):
+            pieces[stretch.start], pieces[stretch.end] = group, self.count
+        return sorted(pieces.items())
+
+    def of_places(self, ops: Ops, places: Tensor) -> Tensor:
+        """Return the group of each place, `count` for none; int64 [count]."""
+        border = ops.count_below(ops.table(self, "borders"), places + 1)
+        return ops.gather(ops.table(self, "group_behind"), border)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.stretches)
+
+    def __hash__(self) -> int:
+        return self._hash  # they key tables in the hot path
 
 
 class ValueCoding(ABC):
-    """Code of a fixed number of float32 values, which are all finite."""
+    """Code of a fixed number of float32 values, which are all finite.
+
+    Attributes:
+        bits: of a code.
+        sides: most float32 side values of a group; one with fewer values has fewer.
+    """
+
+    bits: int
+    sides: int
 
     @abstractmethod
-    def parts(self, count: int, most: int | None = None) -> dict[str, Part]:
-        """Return the payload parts for `count` values.
+    def parts(self, count: Any, *groups: ValueGroups) -> dict[str, Part]:
+        """Return the payload parts for `count` values of any of some groups."""
 
-        With `most`, which is at least `count`: the beginnings of the parts for `most` values that
-        hold the first `count`. The groups are those of `most`, so a code of static size serves
-        payloads of several sizes.
+    @abstractmethod
+    def encode(
+        self, ops: Ops, values: Tensor, places: Tensor, groups: ValueGroups
+    ) -> dict[str, Tensor]:
+        """Encode values.
+
+        Args:
+            ops: the tensor operations.
+            values: float32 [count].
+            places: int64 [count]. What lies in no group is decoded as 0, if it is rounded.
+            groups: by the places.
         """
 
     @abstractmethod
-    def encode(self, ops: Ops, values: Tensor, real: Tensor | None = None) -> dict[str, Tensor]:
-        """Encode float32 [count].
-
-        `real`: int64 [count], 0 at values that nobody reads, which must be 0; None if there are
-        none. They do not count in the side values.
-        """
+    def decode(
+        self, ops: Ops, payload: Mapping[str, Tensor], places: Tensor, groups: ValueGroups
+    ) -> Tensor:
+        """Decode one rank's parts; float32 [count]. Side values may be more than the groups'."""
 
     @abstractmethod
-    def decode(self, ops: Ops, payload: Mapping[str, Tensor], count: int) -> Tensor:
-        """Decode one rank's parts; float32 [count]."""
+    def ceiling(self, ops: Ops, payload: Mapping[str, Tensor]) -> Tensor:
+        """Return a bound of each rank's decoded magnitudes; float32 [ranks, 1].
+
+        payload: the parts of all ranks, [ranks, ...].
+        """
+
+    def layer_bytes(self, count: float) -> float:
+        """Return the bytes that so many values of a layer take among those of others."""
+        whole = math.ceil(count)
+        groups = ValueGroups.of([Stretch(0, whole, whole)])
+        return count * self.bits / 8 + 4 * sum(groups.entries(self.sides))
 
 
 class Float(ValueCoding):
@@ -52,97 +192,94 @@ class Float(ValueCoding):
         bits: 32 or 16.
     """
 
+    sides = 0
+
     def __init__(self, bits: int) -> None:
         self.bits = bits
 
-    def parts(self, count: int, most: int | None = None) -> dict[str, Part]:
-        del most
+    def parts(self, count: Any, *groups: ValueGroups) -> dict[str, Part]:
+        del groups
         if self.bits == 32:
             return {"values": Part("float32", count)}
         return {"values": Part("bytes", 2 * _padded(count, 2))}
 
-    def encode(self, ops: Ops, values: Tensor, real: Tensor | None = None) -> dict[str, Tensor]:
-        del real
+    def encode(
+        self, ops: Ops, values: Tensor, places: Tensor, groups: ValueGroups
+    ) -> dict[str, Tensor]:
+        del places, groups
         if self.bits == 32:
             return {"values": values}
         values = _padded_to(ops, values, 2)
         return {"values": ops.encode_floats(_NO_BANDS, values, None, 16, None)}
 
-    def decode(self, ops: Ops, payload: Mapping[str, Tensor], count: int) -> Tensor:
+    def decode(
+        self, ops: Ops, payload: Mapping[str, Tensor], places: Tensor, groups: ValueGroups
+    ) -> Tensor:
+        del groups
         if self.bits == 32:
             return payload["values"]
+        return self._decoded(ops, payload["values"], ops.length(places))
+
+    def ceiling(self, ops: Ops, payload: Mapping[str, Tensor]) -> Tensor:
+        values = payload["values"]
+        if self.bits == 16:
+            count = ops.length(values) // 2
+            values = ops.stack(
+                [self._decoded(ops, values[rank], count) for rank in range(values.shape[0])]
+            )
+        return ops.reshape(ops.peaks(values), (-1, 1))
+
+    def _decoded(self, ops: Ops, codes: Tensor, count: Any) -> Tensor:
         room, weight = ops.zeros((_padded(count, 2),)), ops.reals((1.0,))
-        codes = ops.reshape(payload["values"], (1, -1))
+        codes = ops.reshape(codes, (1, -1))
         return ops.add_floats(_NO_BANDS, None, room, codes, None, 16, weight)[:count]
 
 
 class _Grouped(ValueCoding):
-    """Base of codes of `bits` bits with `sides` float32 values for each group.
+    """Base of codes with side values for each group."""
 
-    Attributes:
-        bits: of a code.
-        sides: number of side values of a group.
-    """
-
-    bits: int
-    sides: int
-
-    def shape(self, count: int) -> tuple[int, int]:
-        """Return (groups, values in each); the last group may have fewer."""
-        groups = max(-(-count // MOST_IN_GROUP), 1)
-        return groups, max(-(-count // groups), 1)
-
-    def parts(self, count: int, most: int | None = None) -> dict[str, Part]:
-        groups, length = self.shape(count if most is None else most)
-        coded = groups * length
-        if most is not None and count < most:
-            groups, coded = -(-count // length), count
+    def parts(self, count: Any, *groups: ValueGroups) -> dict[str, Part]:
+        sides = max(sum(each.entries(self.sides)) for each in groups)
         return {
-            "sides": Part("float32", groups * self.sides),
-            "codes": Part("bytes", _padded(coded, GROUP) // 8 * self.bits),
+            "sides": Part("float32", sides),
+            "codes": Part("bytes", _padded(count, GROUP) // 8 * self.bits),
         }
 
-    def encode(self, ops: Ops, values: Tensor, real: Tensor | None = None) -> dict[str, Tensor]:
-        groups, length = self.shape(values.shape[0])
-        rows = ops.reshape(_padded_to(ops, values, groups * length), (groups, length))
-        if real is None:
-            last = values.shape[0] - (groups - 1) * length
-            counts = ops.reals([float(length)] * (groups - 1) + [float(last)])
-        else:
-            real = _padded_to(ops, real, groups * length, "int64")
-            real = ops.reshape(real, (groups, length))
-            counts = ops.cast(ops.maximum(ops.sum(real, -1), 1), "float32")
-        codes, sides = self.encode_groups(ops, rows, real, ops.reshape(counts, (-1, 1)))
-        return {"sides": ops.reshape(sides, (-1,)), "codes": codes}
+    def encode(
+        self, ops: Ops, values: Tensor, places: Tensor, groups: ValueGroups
+    ) -> dict[str, Tensor]:
+        group = groups.of_places(ops, places)
+        codes, sides = self.encode_groups(ops, values, group, groups)
+        return {"sides": sides, "codes": codes}
 
-    def decode(self, ops: Ops, payload: Mapping[str, Tensor], count: int) -> Tensor:
-        groups, length = self.shape(count)
-        sides = ops.reshape(payload["sides"], (groups, self.sides))
-        values = self.decode_groups(ops, payload["codes"], sides, length)
-        return ops.reshape(values, (-1,))[:count]
+    def decode(
+        self, ops: Ops, payload: Mapping[str, Tensor], places: Tensor, groups: ValueGroups
+    ) -> Tensor:
+        sides = payload["sides"][: sum(groups.entries(self.sides))]
+        group = groups.of_places(ops, places)
+        return self.decode_groups(ops, payload["codes"], sides, group, groups)
+
+    def ceiling(self, ops: Ops, payload: Mapping[str, Tensor]) -> Tensor:
+        return ops.reshape(ops.peaks(payload["sides"]), (-1, 1))
 
     @abstractmethod
     def encode_groups(
-        self, ops: Ops, rows: Tensor, real: Tensor | None, counts: Tensor
+        self, ops: Ops, values: Tensor, group: Tensor, groups: ValueGroups
     ) -> tuple[Tensor, Tensor]:
-        """Return packed codes, uint8, and side values, float32 [groups, sides].
+        """Return packed codes, uint8, and side values, float32.
 
         Args:
             ops: the tensor operations.
-            rows: float32 [groups, length], zero where there is no value.
-            real: int64 [groups, length], 0 where there is none; None: they come first.
-            counts: float32 [groups, 1], the number of values, at least 1.
+            values: float32 [count].
+            group: of each, int64 [count]; `groups.count` for none.
+            groups: how many values each can have.
         """
 
     @abstractmethod
-    def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor, length: int) -> Tensor:
-        """Return the values; float32 [groups, length]."""
-
-    def unpacked(self, ops: Ops, codes: Tensor, sides: Tensor, length: int) -> Tensor:
-        """Return the codes of the groups; int64 [groups, length]."""
-        groups = sides.shape[0]
-        codes = ops.unpack_bytes(codes, self.bits)[: groups * length]
-        return ops.reshape(codes, (groups, length))
+    def decode_groups(
+        self, ops: Ops, codes: Tensor, sides: Tensor, group: Tensor, groups: ValueGroups
+    ) -> Tensor:
+        """Return the values; float32 [count]."""
 
 
 class Codebook(_Grouped):
@@ -158,12 +295,14 @@ class Codebook(_Grouped):
         self.bits, self.sides = bits, 1 << bits
 
     def encode_groups(
-        self, ops: Ops, rows: Tensor, real: Tensor | None, counts: Tensor
+        self, ops: Ops, values: Tensor, group: Tensor, groups: ValueGroups
     ) -> tuple[Tensor, Tensor]:
-        return ops.encode_bins(rows, real, counts, self.bits)
+        return ops.encode_bins(values, group, groups.entries(self.sides), self.bits)
 
-    def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor, length: int) -> Tensor:
-        return ops.decode_bins(codes, sides, length, self.bits)
+    def decode_groups(
+        self, ops: Ops, codes: Tensor, sides: Tensor, group: Tensor, groups: ValueGroups
+    ) -> Tensor:
+        return ops.decode_bins(codes, sides, group, groups.entries(self.sides), self.bits)
 
 
 class Levels(_Grouped):
@@ -177,24 +316,28 @@ class Levels(_Grouped):
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
+        self.levels = (1 << bits - 1) - 1
 
     def encode_groups(
-        self, ops: Ops, rows: Tensor, real: Tensor | None, counts: Tensor
+        self, ops: Ops, values: Tensor, group: Tensor, groups: ValueGroups
     ) -> tuple[Tensor, Tensor]:
-        del real, counts
-        levels = (1 << self.bits - 1) - 1
-        scale = ops.reshape(ops.peaks(rows), (-1, 1))
+        scale = ops.peaks_of_groups(values, group, groups.count)
         used = scale >= TINY
-        inverse = ops.where(used, 1.0 / ops.where(used, scale, 1.0), 0.0) * float(levels)
-        level = ops.cast(ops.minimum(ops.abs(rows) * inverse + 0.5, float(levels)), "int64")
-        unit = ops.where(used, scale * (1.0 / levels), 0.0)
-        code = ops.where(rows < 0, levels - level, levels + level)
+        inverse = ops.where(used, 1.0 / ops.where(used, scale, 1.0), 0.0) * float(self.levels)
+        height = ops.abs(values) * _of_values(ops, inverse, group) + 0.5
+        level = ops.cast(ops.minimum(height, float(self.levels)), "int64")
+        code = ops.where(values < 0, self.levels - level, self.levels + level)
+        unit = ops.where(used, scale * (1.0 / self.levels), 0.0)
         return ops.pack_bytes(code, self.bits), unit
 
-    def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor, length: int) -> Tensor:
-        levels = (1 << self.bits - 1) - 1
-        level = self.unpacked(ops, codes, sides, length) - levels
-        return ops.cast(level, "float32") * sides
+    def decode_groups(
+        self, ops: Ops, codes: Tensor, sides: Tensor, group: Tensor, groups: ValueGroups
+    ) -> Tensor:
+        level = ops.unpack_bytes(codes, self.bits)[: group.shape[0]] - self.levels
+        return ops.cast(level, "float32") * _of_values(ops, sides, group)
+
+    def ceiling(self, ops: Ops, payload: Mapping[str, Tensor]) -> Tensor:
+        return super().ceiling(ops, payload) * float(self.levels)
 
 
 class Signs(_Grouped):
@@ -203,32 +346,34 @@ class Signs(_Grouped):
     bits = sides = 1
 
     def encode_groups(
-        self, ops: Ops, rows: Tensor, real: Tensor | None, counts: Tensor
+        self, ops: Ops, values: Tensor, group: Tensor, groups: ValueGroups
     ) -> tuple[Tensor, Tensor]:
-        del real
-        codes = ops.pack_bytes(ops.cast(rows < 0, "int64"), self.bits)
-        return codes, _sums(ops, ops.abs(rows)) / counts
+        codes = ops.pack_bytes(ops.cast(values < 0, "int64"), self.bits)
+        return codes, ops.means_of_groups(ops.abs(values), group, groups.count)
 
-    def decode_groups(self, ops: Ops, codes: Tensor, sides: Tensor, length: int) -> Tensor:
-        sign = 1 - 2 * self.unpacked(ops, codes, sides, length)
-        return ops.cast(sign, "float32") * sides
+    def decode_groups(
+        self, ops: Ops, codes: Tensor, sides: Tensor, group: Tensor, groups: ValueGroups
+    ) -> Tensor:
+        sign = 1 - 2 * ops.unpack_bytes(codes, self.bits)[: group.shape[0]]
+        return ops.cast(sign, "float32") * _of_values(ops, sides, group)
 
 
-def _sums(ops: Ops, rows: Tensor) -> Tensor:
-    return ops.reshape(ops.sum_of_rows(rows), (-1, 1))
+def _of_values(ops: Ops, sides: Tensor, group: Tensor) -> Tensor:
+    """Return the side value of each value's group, 0 where it has none."""
+    return ops.gather(ops.concat((sides, ops.zeros((1,)))), group)
 
 
 def _padded(count: Any, unit: int) -> Any:
     return (count + unit - 1) // unit * unit
 
 
-def _padded_to(ops: Ops, x: Tensor, unit: int, dtype: str = "float32") -> Tensor:
+def _padded_to(ops: Ops, x: Tensor, unit: int) -> Tensor:
     """Append zeros up to a multiple of `unit`."""
     count = ops.length(x)
     missing = _padded(count, unit) - count
     if isinstance(missing, int) and missing == 0:
         return x
-    return ops.concat((x, ops.zeros((missing,), dtype)))
+    return ops.concat((x, ops.zeros((missing,))))
 
 
 # By the name that compressors take as `values=`.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp.ops import PayloadError
@@ -13,6 +15,7 @@ from tests.kernels import NATIVE, threads
 from tests.single.test_narrow_kernels import Both, frameworks, noise, same
 
 PLAIN = TorchOps(static=True)
+ONE = torch.ones(1)
 FEW = settings(max_examples=25, deadline=None)
 
 
@@ -113,31 +116,44 @@ def test_rows_are_merged(framework, shape, sink, ascending, seed):
 
 @pytest.mark.parametrize("framework", frameworks())
 @given(
-    shape=st.tuples(st.integers(1, 4), st.integers(1, 300)),
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=5),
+    none=st.integers(0, 9),
     bits=st.sampled_from((1, 2, 4, 8)),
+    shuffled=st.booleans(),
+    scale=st.sampled_from((1.0, 0.0, 1e-12, 1e-30, 1e30)),
     seed=st.integers(0, 99),
-    data=st.data(),
 )
 @FEW
-def test_bins(framework, shape, bits, seed, data):
-    both, (groups, length) = Both(framework), shape
-    size = groups * length
-    x = noise(size, seed)[:size].view(shape) * data.draw(st.sampled_from((1.0, 0.0, 1e-12)))
+def test_bins(framework, sizes, none, bits, shuffled, scale, seed):
+    """Groups of any size, whose members may lie anywhere, and values of no group."""
+    both, count = Both(framework), sum(sizes) + none
+    assume(count)
+    group = torch.tensor([g for g, n in enumerate(sizes) for _ in range(n)], dtype=torch.int64)
+    group = torch.cat((group, torch.full((none,), len(sizes))))
     generator = torch.Generator().manual_seed(seed)
-    if data.draw(st.booleans()):
-        real = torch.randint(0, 2, shape, generator=generator)
-        counts = real.sum(-1, keepdim=True).clamp(min=1)
-        x = torch.where(real > 0, x, 0.0)
-    else:
-        real, counts = None, torch.randint(1, length + 1, (groups, 1), generator=generator)
-        x = torch.where(torch.arange(length) < counts, x, 0.0)
-    arguments = x, real, counts.to(torch.float32), bits
-    with threads(data.draw(st.sampled_from((1, 2)))):
-        codes, means = both("encode_bins", *arguments)
+    if shuffled:
+        group = group[torch.randperm(count, generator=generator)]
+    scales = torch.cat((10.0 ** torch.randint(-3, 4, (len(sizes),), generator=generator), ONE))
+    x = torch.randn(count, generator=generator) * scales[group] * scale
+    entries = tuple(max(min(n, 1 << bits), 1) for n in sizes)
+    arguments = x, group, entries, bits
+    codes, means = both("encode_bins", *arguments)
     expected = PLAIN.encode_bins(*arguments)
     assert torch.equal(codes, expected[0]) and same(means, expected[1])
-    decoded = both("decode_bins", codes, means, length, bits)
-    assert same(decoded, PLAIN.decode_bins(*expected, length, bits))
+    decoded = both("decode_bins", codes, means, group, entries, bits)
+    assert same(decoded, PLAIN.decode_bins(*expected, group, entries, bits))
+    assert not decoded[group == len(sizes)].any()
+    for number, n in enumerate(sizes):
+        values, sent = x[group == number], decoded[group == number]
+        # A bin for each value, but for those too small beside the group's peak.
+        if 0 < n < 1 << bits and scale not in (0.0, 1e-30):
+            assert (values - sent).abs().max() <= values.abs().max() * 2.0**-38
+    # Each group as if it were alone, to the bit.
+    alone, firsts = max(range(len(sizes)), key=sizes.__getitem__), [0, *accumulate(entries)]
+    mine = group == alone
+    zeros = torch.zeros(int(mine.sum()), dtype=torch.int64)
+    _, own = both("encode_bins", x[mine], zeros, entries[alone : alone + 1], bits)
+    assert same(own, means[firsts[alone] : firsts[alone + 1]])
 
 
 @NATIVE
@@ -175,18 +191,29 @@ def test_nothing_is_read_or_written_beyond_what_is_there():
     for places in (index - 1, index + 9, index + (1 << 62)):
         with pytest.raises(PayloadError):
             ops.merge_rows(places, values, 8)
-    with pytest.raises(ValueError, match="encode_bins"):
-        ops.encode_bins(torch.ones(2, 8), None, torch.ones(1, 1), 2)
-    with pytest.raises(ValueError, match="encode_bins"):
-        ops.encode_bins(torch.ones(2, 8), index[:2], torch.ones(2, 1), 2)
+    group = torch.zeros(20, dtype=torch.int64)
+    for wrong in (
+        (torch.ones(19), group, (4,), 2),
+        (torch.ones(20), group, (5,), 2),
+        (torch.ones(20), group, (0,), 2),
+        (torch.ones(20), group, (4,), 9),
+    ):
+        with pytest.raises(ValueError, match="encode_bins"):
+            ops.encode_bins(*wrong)
     codes = torch.full((8,), 255, dtype=torch.uint8)  # of 32 values, each the last bin's
-    assert ops.decode_bins(codes, torch.arange(4.0)[None], 20, 2).tolist() == [[3.0] * 20]
-    for groups, length in ((1, 33), (2, 20), (1, 1 << 62)):
-        with pytest.raises((ValueError, MemoryError, RuntimeError)):
-            ops.decode_bins(codes, torch.ones(groups, 4), length, 2)
-    for bins in (1, 3, 8, 512):
+    assert ops.decode_bins(codes, torch.arange(4.0), group, (4,), 2).tolist() == [3.0] * 20
+    assert ops.decode_bins(codes, torch.arange(3.0), group, (3,), 2).tolist() == [2.0] * 20
+    for nowhere in (1, -1, 1 << 62):
+        assert not ops.decode_bins(codes, torch.ones(4), group + nowhere, (4,), 2).any()
+    for wrong in (
+        (codes[:4], torch.ones(4), group, (4,), 2),
+        (codes, torch.ones(3), group, (4,), 2),
+        (codes, torch.ones(4), torch.zeros(33, dtype=torch.int64), (4,), 2),
+        (codes, torch.ones(8), group, (8,), 2),
+        (codes, torch.ones(0), group, (0,), 2),
+    ):
         with pytest.raises(ValueError, match="decode_bins"):
-            ops.decode_bins(codes, torch.ones(1, bins), 20, 2)
+            ops.decode_bins(*wrong)
 
 
 @NATIVE

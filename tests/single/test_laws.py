@@ -10,7 +10,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_gradcomp import FP16Compressor, HybridCompressor, NoneCompressor, StromCompressor
+from hvd_gradcomp import (
+    ChunkedTopKCompressor,
+    DeMoCompressor,
+    DGCCompressor,
+    FP16Compressor,
+    GradientDroppingCompressor,
+    HybridCompressor,
+    NoneCompressor,
+    OkTopKCompressor,
+    SparseGDCompressor,
+    StromCompressor,
+    robust,
+)
 from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
@@ -18,12 +30,15 @@ from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import (
     BALANCED,
+    CODED,
     EVERY,
     LEARNED,
     LINEAR,
     OUTSIDE,
+    PHASED,
     PRODUCTS,
     ROBUST,
+    ROUNDED,
     TODAY,
     WORDS,
     decode_step,
@@ -138,6 +153,53 @@ def test_bytes_equal_the_formula(compressor, shapes, seed, size):
         for requests in zip(*world.traffic):
             assert sum(r.tensor.numel() * r.tensor.element_size() for r in requests) == sent
         assert compressor.payload_bytes(layout, level) == sent
+
+
+# Methods in which layers compete, as in their papers: for room in a payload, for places in a choice
+# over the model, or for a rank's norm.
+COMPETING = [*WORDS, *CODED[:2], *PHASED, *BALANCED, ROBUST[1]]
+COMPETING += [c for c in TODAY + EVERY + ROUNDED if isinstance(c, OkTopKCompressor)]
+COMPETING += [c for c in EVERY + ROUNDED if isinstance(c, GradientDroppingCompressor)]
+# There all is chosen, and what is left of the law is about values.
+CHOSEN = [
+    *[GradientDroppingCompressor(ratio=1e-6, values=values) for values in ("int8", "int4", "sign")],
+    *[OkTopKCompressor(1.0, values, "allgather") for values in ("int8", "int2", "sign")],
+    *[OkTopKCompressor(1.0, values, "two_shot", 2.0) for values in ("int8", "int4", "sign")],
+    *[SparseGDCompressor(0.1, values=values) for values in ("bfloat16", "int4", "int2", "sign")],
+    *[ChunkedTopKCompressor(64, 8, values, 0.9) for values in ("int4", "sign")],
+    *[ChunkedTopKCompressor(64, 8, v, exchange="two_shot") for v in ("int8", "int2", "sign")],
+    *[DeMoCompressor(8, 4, values=v, signed=False) for v in ("int8", "int2", "sign")],
+    DGCCompressor(0.1, 0.9, index_coding="int32", values="int8"),
+    robust(ChunkedTopKCompressor(64, 8), "median"),
+]
+APART = [c for c in EVERY + TODAY + ROUNDED + CODED + PRODUCTS + ROBUST if c not in COMPETING]
+
+
+@pytest.mark.parametrize("compressor", APART + CHOSEN, ids=repr)
+@given(seed=SEEDS, ranks=st.integers(1, 4), power=st.integers(-14, 14), first=st.booleans())
+@settings(max_examples=8, deadline=None)
+def test_the_scale_of_a_layer_does_not_touch_another(compressor, seed, ranks, power, first):
+    """A layer times a power of two changes no bit of what arrives of the others, or is kept."""
+    shapes = ((6, 64), (4, 64), (64,))  # whole chunks
+    layout, random = layout_of(shapes, compressor), np.random.default_rng(seed)
+    worlds = [World(compressor, TorchOps(), layout, ranks) for _ in range(2)]
+    scaled = slice(0, 1) if first else slice(1, 2)
+    apart = [slice(at, at + size) for at, size in zip(layout.offsets, layout.sizes)]
+    others = [place for number, place in enumerate(apart) if number != scaled.start]
+    for _ in range(5):
+        drawn = [
+            [random.standard_normal(s).astype(np.float32) for s in shapes] for _ in range(ranks)
+        ]
+        results = []
+        for world, factor in zip(worlds, (1.0, 2.0**power)):
+            tensors = [[torch.from_numpy(x.copy()) for x in layers] for layers in drawn]
+            for layers in tensors:
+                layers[scaled.start] *= factor
+            result = world.step([world.flat(layers) for layers in tensors])[0]
+            kept = [compressor.residual(state) for state in world.states]
+            results.append([x for x in (result, *kept) if x is not None])
+        for plain, changed in zip(*results):
+            assert all(torch.equal(plain[place], changed[place]) for place in others)
 
 
 @pytest.mark.parametrize("compressor", LINEAR, ids=repr)

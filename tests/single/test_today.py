@@ -24,7 +24,7 @@ from hvd_gradcomp import (
     SignumCompressor,
 )
 from hvd_gradcomp.codecs.elias_fano import EliasFano
-from hvd_gradcomp.codecs.values import VALUES
+from hvd_gradcomp.codecs.values import VALUES, Stretch, ValueGroups
 from hvd_gradcomp.core.compressor import Context, leaves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
@@ -263,8 +263,10 @@ def test_a_state_that_keeps_the_gradients_memory_has_the_same_bits(mean, clips):
 def test_bins_are_those_of_the_paper():
     values = np.random.default_rng(4).standard_normal(1000).astype(np.float32)
     for name, bits in (("int2", 2), ("int4", 4)):
-        coding, ops = VALUES[name], TorchOps()
-        decoded = coding.decode(ops, coding.encode(ops, torch.from_numpy(values)), 1000)
+        coding, ops, places = VALUES[name], TorchOps(), torch.arange(1000)
+        groups = ValueGroups.of([Stretch(0, 1000, 1000)])
+        coded = coding.encode(ops, torch.from_numpy(values), places, groups)
+        decoded = coding.decode(ops, coded, places, groups)
         assert np.allclose(decoded.numpy(), today.codebook(values, bits), atol=1e-6)
 
 
@@ -451,8 +453,32 @@ def test_random_places(feedback):
         kept = sum(state.r.double() for state in world.states)
         assert (total + kept - 2 * steps * x.double()).abs().max() < 1e-2
     else:
-        inner = slice(0, 280)  # the last stretch of a layer is shorter, and its last place likelier
-        assert (total / (2 * steps) - x)[inner].abs().max() < 0.4 * x.abs().max()
+        assert (total / (2 * steps) - x).abs().max() < 0.4 * x.abs().max()
+
+
+@pytest.mark.parametrize("density", [1 / 8, 1 / 128])
+@pytest.mark.parametrize("block", [None, 512])
+def test_random_places_are_unbiased_at_the_ends_of_layers(density, block, monkeypatch):
+    """The exact mean over all draws: a stretch's random number goes through all its places."""
+    compressor, ops = RandomKCompressor(density=density, feedback=False), TorchOps()
+    shapes = ((10,), (1,), (3,), (17, 8), (129,))
+    layout = Layout(tuple("abcde"), shapes, block=block or compressor.block)
+    world = World(compressor, ops, layout, 1)
+    mean, ones = torch.zeros(layout.size).double(), world.flat([torch.ones(s) for s in shapes])
+    lengths = compressor.places(ops, Context(layout, 0, 1, 0))[1]
+    every = sorted(set(lengths.tolist()))
+    assert every == ([1, 2, 3, 8] if compressor.block == 8 else [1, 3, 8, 10, 128])
+    counted = torch.zeros(layout.size).double()
+    for length in every:  # all draws of the stretches of one length
+        for place in range(length):
+            drawn = torch.full_like(lengths, -(-(place << 32) // length))
+            monkeypatch.setattr(TorchOps, "random_words", lambda *_, drawn=drawn: drawn)
+            index, same = compressor.places(ops, Context(layout, 0, 1, 0))
+            total = world.step([ones.clone()])[0].double()
+            its = index[same == length]
+            mean[its] += total[its] / length
+            counted[its] += 1
+    assert torch.equal(counted, ones.double()) and torch.equal(mean, ones.double())
 
 
 @pytest.mark.parametrize("block", [64, 512])
@@ -462,7 +488,7 @@ def test_places_of_random_k_in_longer_blocks(block):
     layout = Layout(tuple("abcd"), tuple((n,) for n in sizes), block=block)
     seen = set()
     for step in range(200):
-        index = compressor.places(TorchOps(), Context(layout, 0, 1, step)).tolist()
+        index = compressor.places(TorchOps(), Context(layout, 0, 1, step))[0].tolist()
         starts = [
             (at, i, min(64, n - i)) for at, n in zip(layout.offsets, sizes) for i in range(0, n, 64)
         ]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import (
+    ChunkedTopKCompressor,
     DGCCompressor,
     EGCCompressor,
     GradientDroppingCompressor,
@@ -22,7 +23,7 @@ from hvd_gradcomp import (
     after,
     partition,
 )
-from hvd_gradcomp.codecs.values import MOST_IN_GROUP, VALUES
+from hvd_gradcomp.codecs.values import MOST_IN_GROUP, VALUES, ValueGroups
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
@@ -133,13 +134,47 @@ def test_values_are_those_of_the_oracle(kind, size, values):
         total = world.step([gradient])[0].numpy()[:size]
         k = size // 2
         place = np.sort(np.argsort(-np.abs(there), kind="stable")[:k])
-        groups = -(-k // MOST_IN_GROUP)
-        length = -(-k // groups)
-        expected = np.zeros(size)
-        for start in range(0, k, length):
-            index = place[start : start + length]
+        groups, expected = -(-k // MOST_IN_GROUP), np.zeros(size)
+        for group in range(groups):
+            start, end = size * group // groups, size * (group + 1) // groups
+            index = place[(place >= start) & (place < end)]
             expected[index] = rounded(there[index], values)
         assert np.allclose(total, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("values", ["int2", "int4", "sign"])
+def test_a_small_layer_beside_a_large_one_is_sent_as_well(values):
+    """With one codebook for both, its values had a cosine of -.03, and 19 gradients were kept."""
+    compressor, size = ChunkedTopKCompressor(values=values), 131_072
+    world = World(compressor, TorchOps(), layout_of(compressor, ((size,), (size,))), 1)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        layers = [torch.randn(size, generator=generator) * scale for scale in (1.0, 0.01)]
+        there = world.flat(layers) + world.states[0].r * compressor.decay
+        sent = world.step([world.flat(layers)])[0].split(size)
+        for own, all_ in zip(sent, there.split(size)):
+            chosen = own != 0
+            assert int(chosen.sum()) == size // 64
+            assert torch.cosine_similarity(own[chosen], all_[chosen], 0) > 0.98
+    kept = [r.norm() / x.norm() for r, x in zip(world.states[0].r.split(size), layers)]
+    assert max(kept) < 2.3 and abs(kept[0] - kept[1]) < 0.1
+
+
+def test_groups_end_at_layers():
+    layout = Layout(("a", "b", "c"), ((10_000,), (300,), (1,)), block=256)
+    groups = ValueGroups.of_model(layout, 8300)
+    ends = [(stretch.start, stretch.end) for stretch in groups.stretches]
+    assert ends == [(0, 5000), (5000, 10_000), (10_240, 10_540), (10_752, 10_753)]
+    places = torch.tensor(
+        [0, 4999, 5000, 9999, 10_000, 10_240, 10_539, 10_540, 10_752, layout.sink]
+    )
+    assert groups.of_places(TorchOps(), places).tolist() == [0, 0, 1, 1, 4, 2, 2, 4, 3, 4]
+    assert groups.entries(16) == (16, 16, 16, 1)
+    parts = VALUES["int4"].parts(64, groups)
+    assert (parts["sides"].count, parts["codes"].count) == (49, 32)
+    cut = groups.between(4000, 10_300)
+    ends = [(stretch.start, stretch.end) for stretch in cut.stretches]
+    assert ends == [(0, 1000), (1000, 6000), (6240, 6300)]
 
 
 @pytest.mark.parametrize("compressor", ROUNDED, ids=repr)

@@ -453,40 +453,48 @@ static int run_group_means(call *c) {
   return group_means(BANDS, FLOATS(1), OUT(float, 0), (int)c->threads);
 }
 
-/* rows, flags, counts; bits -> codes, means; flags are empty where values come first */
+/* The entries of groups, and their sum. */
+static int entries_in(call *c, int64_t i, int64_t bits, int64_t *total) {
+  NEED(1 <= bits && bits <= 8, "codes have 1 to 8 bits");
+  TRY(is_vector(c, i, INT64, ANY));
+  *total = 0;
+  for (int64_t g = 0; g < c->in[i].length; g++) {
+    NEED(1 <= INT64S(i)[g] && INT64S(i)[g] <= 1 << bits, "a group has 1 to %d bins", 1 << bits);
+    *total += INT64S(i)[g];
+  }
+  return 0;
+}
+
+/* x, groups, entries; bits -> codes, means */
 static int plan_encode_bins(call *c) {
   TRY(takes(c, 3, 1, 0));
-  int64_t groups = c->in[0].rows, length = c->in[0].length, bits = *c->ints;
-  TRY(is(c, 0, FLOAT, 2, ANY, ANY));
-  if (ITEMS(c->in[1])) TRY(is(c, 1, INT64, 2, groups, length));
-  TRY(is(c, 2, FLOAT, 2, groups, 1));
-  NEED(1 <= bits && bits <= 8 && length < (int64_t)1 << 31, "codes have 1 to 8 bits");
-  NEED(!length || groups < ((int64_t)1 << 40) / length, "more values than memory");
-  TRY(gives_vector(c, 0, UINT8, (groups * length + GROUP - 1) / GROUP * GROUP / 8 * bits));
-  return gives(c, 1, FLOAT, 2, groups, (int64_t)1 << bits);
+  int64_t bits = *c->ints, total;
+  TRY(is_vector(c, 0, FLOAT, ANY));
+  TRY(is_vector(c, 1, INT64, c->in[0].length));
+  TRY(entries_in(c, 2, bits, &total));
+  TRY(gives_vector(c, 0, UINT8, (c->in[0].length + GROUP - 1) / GROUP * GROUP / 8 * bits));
+  return gives_vector(c, 1, FLOAT, total);
 }
 
 static int run_encode_bins(call *c) {
-  return encode_bins(FLOATS(0), ITEMS(c->in[1]) ? INT64S(1) : NULL, FLOATS(2), c->in[0].rows,
-                     c->in[0].length, (int)*c->ints, OUT(uint32_t, 0), OUT(float, 1),
-                     (int)c->threads);
+  return encode_bins(FLOATS(0), INT64S(1), c->in[0].length, INT64S(2), c->in[2].length,
+                     (int)*c->ints, OUT(uint32_t, 0), OUT(float, 1), c->out[1].length);
 }
 
-/* packed codes, means; length -> values */
+/* packed codes, means, groups, entries; bits -> values */
 static int plan_decode_bins(call *c) {
-  TRY(takes(c, 2, 1, 0));
-  int64_t groups = c->in[1].rows, bins = c->in[1].length, length = *c->ints, bits = 0;
-  TRY(is(c, 1, FLOAT, 2, ANY, ANY));
-  while (bits < 8 && (int64_t)1 << bits < bins) bits++;
-  NEED(1 <= bits && (int64_t)1 << bits == bins, "bins are a power of two up to 256");
-  NEED(0 <= length && (!length || groups < ((int64_t)1 << 40) / length), "more values than memory");
-  TRY(is_vector(c, 0, UINT8, (groups * length + GROUP - 1) / GROUP * GROUP / 8 * bits));
-  return gives(c, 0, FLOAT, 2, groups, length);
+  TRY(takes(c, 4, 1, 0));
+  int64_t bits = *c->ints, total;
+  TRY(is_vector(c, 2, INT64, ANY));
+  TRY(entries_in(c, 3, bits, &total));
+  TRY(is_vector(c, 1, FLOAT, total));
+  TRY(is_vector(c, 0, UINT8, (c->in[2].length + GROUP - 1) / GROUP * GROUP / 8 * bits));
+  return gives_vector(c, 0, FLOAT, c->in[2].length);
 }
 
 static int run_decode_bins(call *c) {
-  return decode_bins((const uint32_t *)BYTES(0), FLOATS(1), c->in[1].rows, *c->ints,
-                     __builtin_ctzll((uint64_t)c->in[1].length), OUT(float, 0));
+  return decode_bins((const uint32_t *)BYTES(0), FLOATS(1), INT64S(2), c->in[2].length, INT64S(3),
+                     c->in[3].length, (int)*c->ints, OUT(float, 0));
 }
 
 /* x [rows, length] -> the largest magnitude of each row */

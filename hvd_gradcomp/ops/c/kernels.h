@@ -158,10 +158,10 @@ void examine(const uint32_t *frames, int64_t rows, int64_t stride, int64_t lengt
 void group_maxima(const band *bands, int64_t count, const float *x, float *out, int threads);
 int group_squares(const band *bands, int64_t count, const float *x, float *out, int threads);
 int group_means(const band *bands, int64_t count, const float *x, float *out, int threads);
-int encode_bins(const float *x, const int64_t *real, const float *counts, int64_t groups, int64_t n,
-                int bits, uint32_t *words, float *means, int threads);
-int decode_bins(const uint32_t *words, const float *means, int64_t groups, int64_t n, int bits,
-                float *out);
+int encode_bins(const float *x, const int64_t *group, int64_t n, const int64_t *entries,
+                int64_t count, int bits, uint32_t *words, float *means, int64_t total);
+int decode_bins(const uint32_t *words, const float *means, const int64_t *group, int64_t n,
+                const int64_t *entries, int64_t count, int bits, float *out);
 /* key: two numbers of 32 bits; NULL rounds to the nearest. */
 void encode_levels(const band *bands, int64_t count, const float *x, int64_t n, const float *scale,
                    int bits, const int64_t *key, uint32_t *words, int threads);

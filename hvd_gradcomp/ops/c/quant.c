@@ -686,78 +686,140 @@ int group_means(const band *bands, int64_t count, const float *x, float *out, in
 
 /* -- bins of equal width ---------------------------------------------------------------------- */
 
-/* The sum, in the order of folds; x is spoilt. */
-static float folded(float *x, int64_t n) {
-  fold(x, n);
-  return n ? x[0] : 0.0f;
+/* What is known of a group of values; see `_parts_of_peaks` in interface/quantization.py. */
+typedef struct {
+  int64_t entries, first, number, sum, squares;
+  uint32_t top;
+  float up, down, mean, per_unit;
+} bin_group;
+
+/* Exact in steps of 2**-bits; what is not a number is lost. */
+static inline int64_t in_steps(float x, int bits) {
+  float scaled = x * (float)((int64_t)1 << bits), most = (float)((int64_t)1 << 62);
+  return scaled > -most && scaled < most ? (int64_t)scaled : 0;
 }
 
-/* x - mean, and its square. */
-FAST static void deviations(const float *x, int64_t n, float mean, float *apart, float *squared) {
-  for (int64_t i = 0; i < n; i++) {
-    apart[i] = x[i] - mean;
-    squared[i] = apart[i] * apart[i];
-  }
+static float mean_of(int64_t sum, int64_t number, int bits) {
+  return (float)sum * (1.0f / (float)((int64_t)1 << bits)) / (float)(number > 1 ? number : 1);
 }
 
-FAST static void bin_codes(const float *apart, int64_t n, float per_unit, int bins, int32_t *codes) {
+static float power_of_two(uint32_t biased) {
+  uint32_t bits = biased << 23;
+  float power;
+  memcpy(&power, &bits, sizeof power);
+  return power;
+}
+
+/* Where the run of members of one group ends that begins at i; which it is, or NULL for none. */
+static int64_t run_of(const int64_t *group, int64_t i, int64_t n, bin_group *groups, int64_t count,
+                      bin_group **own) {
+  const int64_t g = group[i];
+  *own = g >= 0 && g < count ? groups + g : NULL;
+  while (++i < n && group[i] == g) continue;
+  return i;
+}
+
+static bin_group *bin_groups(const int64_t *entries, int64_t count) {
+  bin_group *groups = calloc((size_t)count + 1, sizeof *groups);
+  int64_t first = 0;
+  for (int64_t g = 0; groups && g < count; first += entries[g++])
+    groups[g].entries = entries[g], groups[g].first = first;
+  return groups;
+}
+
+FAST static void bin_codes(const float *part, int64_t n, float mean, float per_unit, int bins,
+                           uint8_t *codes) {
   float middle = (float)bins / 2.0f, most = (float)bins - 1.0f;
   for (int64_t i = 0; i < n; i++) {
-    float height = apart[i] * per_unit;
+    float height = (part[i] - mean) * per_unit;
     height = height + middle;
     height = height > 0.0f ? height : 0.0f;
-    codes[i] = (int32_t)(height < most ? height : most);
+    codes[i] = (uint8_t)(height < most ? height : most);
   }
 }
 
-/* What is in a bin, and 0 elsewhere; returns how much is. */
-FAST static int64_t inside_bin(const float *x, const int32_t *codes, int64_t n, int32_t bin,
-                               float *out) {
-  int32_t count = 0;
+/* The largest exponent, and how many there are. */
+FAST static void see_run(const float *x, int64_t n, bin_group *own) {
+  uint32_t top = own->top;
   for (int64_t i = 0; i < n; i++) {
-    out[i] = codes[i] == bin ? x[i] : 0.0f;
-    count += codes[i] == bin;
+    uint32_t bits;
+    memcpy(&bits, x + i, sizeof bits);
+    bits = bits << 1 >> 24;
+    top = bits > top ? bits : top;
   }
-  return count;
+  own->top = top, own->number += n;
 }
 
-/* Packed codes of [groups, n], means [groups, bins]; see interface/quantization.py. */
-int encode_bins(const float *x, const int64_t *real, const float *counts, int64_t groups, int64_t n,
-                int bits, uint32_t *words, float *means, int threads) {
-  const int64_t all = whole_groups(groups * n);
+/* Packed codes of n values, means [sum of entries]; see interface/quantization.py. */
+int encode_bins(const float *x, const int64_t *group, int64_t n, const int64_t *entries,
+                int64_t count, int bits, uint32_t *words, float *means, int64_t total) {
+  const int64_t all = whole_groups(n);
   const int bins = 1 << bits;
-  char *room = malloc((size_t)(12 * n * threads + all + 1));
-  if (!room) return NO_MEMORY;
-  uint8_t *codes = (uint8_t *)room + 12 * n * threads;
-  memset(codes + groups * n, 0, (size_t)(all - groups * n));
-  IN_PIECES
-  for (int t = 0; t < threads; t++) {
-    float *apart = (float *)(room + 12 * n * t), *scratch = apart + n;
-    int32_t *bin = (int32_t *)(scratch + n);
-    int64_t end = border(groups, 1, t + 1, threads);
-    for (int64_t g = border(groups, 1, t, threads); g < end; g++) {
-      const float *own = x + g * n;
-      const int64_t *flags = real ? real + g * n : NULL;
-      memcpy(scratch, own, sizeof(float) * (size_t)n);
-      float mean = folded(scratch, n) / counts[g];
-      deviations(own, n, mean, apart, scratch);
-      for (int64_t i = 0; i < n; i++)
-        if (flags ? flags[i] <= 0 : i >= (int64_t)counts[g]) apart[i] = scratch[i] = 0.0f;
-      float variance = folded(scratch, n) / counts[g], deviation = (float)sqrt((double)variance);
-      float inverse = deviation >= TINY ? 1.0f / deviation : 0.0f;
-      bin_codes(apart, n, inverse * (float)(bins / 6.0), bins, bin);
-      for (int64_t i = 0; i < n; i++) {
-        codes[g * n + i] = (uint8_t)bin[i];
-        if (flags ? flags[i] <= 0 : i >= (int64_t)counts[g]) bin[i] = -1;
-      }
-      for (int b = 0; b < bins; b++) {
-        int64_t number = inside_bin(own, bin, n, b, scratch);
-        means[g * bins + b] = folded(scratch, n) / (float)(number > 1 ? number : 1);
-      }
-    }
+  bin_group *groups = bin_groups(entries, count), *own;
+  int64_t *sums = calloc((size_t)total * 2 + 1, sizeof *sums), *numbers = sums + total;
+  float *part = malloc(sizeof(float) * (size_t)n + (size_t)all + 1);
+  if (!groups || !sums || !part) {
+    free(groups), free(sums), free(part);
+    return NO_MEMORY;
   }
+  uint8_t *codes = (uint8_t *)(part + n);
+  for (int64_t i = 0, end; i < n; i = end) {
+    end = run_of(group, i, n, groups, count, &own);
+    if (own) see_run(x + i, end - i, own);
+  }
+  for (int64_t g = 0; g < count; g++) {
+    uint32_t top = groups[g].top < 253 ? groups[g].top : 253;
+    int used = groups[g].top >= 127 - 88;
+    groups[g].up = used ? power_of_two(top) : 0.0f;
+    groups[g].down = used ? power_of_two(254 - top) : 0.0f;
+  }
+  for (int64_t i = 0, end; i < n; i = end) {
+    end = run_of(group, i, n, groups, count, &own);
+    if (!own) continue;
+    int64_t sum = 0;
+    for (int64_t j = i; j < end; j++) {
+      part[j] = x[j] * own->down;
+      sum += in_steps(part[j], 38);
+    }
+    own->sum += sum;
+  }
+  for (int64_t g = 0; g < count; g++) groups[g].mean = mean_of(groups[g].sum, groups[g].number, 38);
+  for (int64_t i = 0, end; i < n; i = end) {
+    end = run_of(group, i, n, groups, count, &own);
+    if (!own) continue;
+    int64_t sum = 0;
+    for (int64_t j = i; j < end; j++) {
+      float apart = part[j] - own->mean;
+      sum += in_steps(apart * apart, 34);
+    }
+    own->squares += sum;
+  }
+  for (int64_t g = 0; g < count; g++) {
+    float variance = mean_of(groups[g].squares, groups[g].number, 34);
+    float deviation = (float)sqrt((double)variance);
+    groups[g].per_unit = (deviation >= TINY ? 1.0f / deviation : 0.0f) * (float)(bins / 6.0);
+    groups[g].number = 0;  /* from here on the rank of the next member */
+  }
+  for (int64_t i = 0, end; i < n; i = end) {
+    end = run_of(group, i, n, groups, count, &own);
+    if (!own) {
+      memset(codes + i, 0, (size_t)(end - i));
+      continue;
+    }
+    if (own->entries == bins)
+      bin_codes(part + i, end - i, own->mean, own->per_unit, bins, codes + i);
+    else
+      for (int64_t j = i; j < end; j++, own->number++)
+        codes[j] = (uint8_t)(own->number < own->entries ? own->number : own->entries - 1);
+    int64_t *sum = sums + own->first, *number = numbers + own->first;
+    for (int64_t j = i; j < end; j++) sum[codes[j]] += in_steps(part[j], 38), number[codes[j]]++;
+  }
+  for (int64_t g = 0; g < count; g++)
+    for (int64_t e = groups[g].first; e < groups[g].first + groups[g].entries; e++)
+      means[e] = mean_of(sums[e], numbers[e], 38) * groups[g].up;
+  memset(codes + n, 0, (size_t)(all - n));
   pack_codes(codes, all, bits, words);
-  free(room);
+  free(groups), free(sums), free(part);
   return 0;
 }
 
@@ -788,14 +850,26 @@ AVX2 static void of_bins_avx2(const uint8_t *codes, const float *means, int64_t 
 }
 #endif
 
-int decode_bins(const uint32_t *words, const float *means, int64_t groups, int64_t n, int bits,
-                float *out) {
-  uint8_t *codes = malloc((size_t)whole_groups(groups * n) + 1);
-  if (!codes) return NO_MEMORY;
-  unpack_codes(words, whole_groups(groups * n), bits, codes);
-  for (int64_t g = 0; g < groups; g++)
-    BEST(of_bins)(codes + g * n, means + (g << bits), n, bits, out + g * n);
-  free(codes);
+int decode_bins(const uint32_t *words, const float *means, const int64_t *group, int64_t n,
+                const int64_t *entries, int64_t count, int bits, float *out) {
+  bin_group *groups = bin_groups(entries, count), *own;
+  uint8_t *codes = malloc((size_t)whole_groups(n) + 1);
+  if (!groups || !codes) {
+    free(groups), free(codes);
+    return NO_MEMORY;
+  }
+  unpack_codes(words, whole_groups(n), bits, codes);
+  for (int64_t i = 0, end; i < n; i = end) {
+    end = run_of(group, i, n, groups, count, &own);
+    if (!own)
+      memset(out + i, 0, sizeof(float) * (size_t)(end - i));
+    else if (own->entries == 1 << bits)
+      BEST(of_bins)(codes + i, means + own->first, end - i, bits, out + i);
+    else
+      for (int64_t j = i; j < end; j++)
+        out[j] = means[own->first + (codes[j] < own->entries ? codes[j] : own->entries - 1)];
+  }
+  free(groups), free(codes);
   return 0;
 }
 

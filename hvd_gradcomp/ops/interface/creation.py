@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.tensors import Tensor
 
 
@@ -24,8 +23,13 @@ class Creation(ABC):
         """Return 0, 1, ... count - 1 as int64; count may be a scalar tensor in a graph."""
 
     @abstractmethod
-    def table(self, layout: Layout, field: str) -> Tensor:
-        """Return an integer tuple of the layout as an int64 tensor (cached where possible)."""
+    def table(self, static: Any, field: str) -> Tensor:
+        """Return an integer tuple of a static object as an int64 tensor (cached where possible).
+
+        Args:
+            static: a layout, or another that is hashable and has the field.
+            field: its name.
+        """
 
     @abstractmethod
     def words(self, values: Sequence[Any]) -> Tensor:

@@ -17,6 +17,10 @@ from hvd_gradcomp.ops.tensors import Tensor
 TINY = 2.0**-100  # a group with a smaller scale counts as zero: its inverse would overflow
 FACTOR = 0x45D9F3B
 LARGEST_E4M3 = 448.0
+# Sums over a group are exact in steps of 2**-38 of its peak, and its squares' in steps of 2**-34:
+# up to 2**22 values stay below 2**63.
+_PART, _SQUARE = 38, 34
+_LEAST = 127 - 88  # the exponent of a peak, as in float32, whose steps are not yet denormal
 
 
 class Quantization(BitPacking):
@@ -27,11 +31,14 @@ class Quantization(BitPacking):
         first = self.mix(self.xor(self.mix(self.words((step % (1 << 32),))), salt))
         return self.concat((first, self.mix(self.xor(first, 0x9E3779B9))))
 
+    def random_words(self, key: Tensor, count: Any) -> Tensor:
+        """Return a key's numbers 0 to count - 1, below 2**32; int64 [count]."""
+        hashed = self.mix((self.arange(count) + key[:1]) % (1 << 32))
+        return self.mix(self.xor(hashed, key[1:]))
+
     def uniform(self, key: Tensor, count: Any) -> Tensor:
         """Return a key's numbers 0 to count - 1: multiples of 2**-24 in [0, 1); float32 [count]."""
-        hashed = self.mix((self.arange(count) + key[:1]) % (1 << 32))
-        hashed = self.mix(self.xor(hashed, key[1:]))
-        return self.cast(self.split_bits(hashed, 8)[0], "float32") * 2.0**-24
+        return self.cast(self.split_bits(self.random_words(key, count), 8)[0], "float32") * 2.0**-24
 
     def mix(self, x: Tensor) -> Tensor:
         """Hash x in [0, 2**32) by a bijection that looks random."""
@@ -388,51 +395,104 @@ class Quantization(BitPacking):
         above, below = (self.cast(side, "float32") for side in (votes > 0, votes < 0))
         return (above - below) * unit, self.overwrite(room, m)
 
-    def encode_bins(
-        self, rows: Tensor, real: Tensor | None, counts: Tensor, bits: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the bin of each value of a row, and the mean of what is in each bin.
-
-        With mean mu and standard deviation s of the row, `2**bits` bins of equal width divide
-        mu - 3 s to mu + 3 s; what lies beyond counts to the outermost bins.
+    def peaks_of_groups(self, x: Tensor, group: Tensor, groups: int) -> Tensor:
+        """Return the largest |x| of each group, whose members may lie anywhere; float32 [groups].
 
         Args:
-            rows: float32 [groups, length], zero where there is no value.
-            real: int64 [groups, length], 0 where there is no value; None: values come first.
-            counts: number of values in each row, at least 1; float32 [groups, 1].
+            x: float32 [count].
+            group: of each, int64 [count]; `groups` for none.
+            groups: their number.
+        """
+        _, magnitude = self.split_bits(self.float_bits(x), 31)
+        return self.bits_float(self.segment_max(magnitude, group, groups + 1)[:groups])
+
+    def means_of_groups(self, x: Tensor, group: Tensor, groups: int) -> Tensor:
+        """Return the mean of each group, 0 of an empty one; arguments as for `peaks_of_groups`.
+
+        Bit-identical on all backends, in any order of the members; see `_parts_of_peaks`.
+        """
+        part, up = self._parts_of_peaks(x, group, groups)
+        return (self._means(part, group, groups + 1, _PART) * up)[:groups]
+
+    def encode_bins(
+        self, x: Tensor, group: Tensor, entries: tuple[int, ...], bits: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the bin of each value in its group, and the mean of what is in each bin.
+
+        With mean mu and standard deviation s of the group, `2**bits` bins of equal width divide
+        mu - 3 s to mu + 3 s; what lies beyond counts to the outermost bins. A group of fewer values
+        has a bin for each. Means as by `means_of_groups`.
+
+        Args:
+            x: float32 [count].
+            group: of each, int64 [count]; the number of groups for none.
+            entries: bins of each group, at most `2**bits`; if fewer, it has no more values.
             bits: of a code.
 
         Returns:
-            Codes, as `pack_bytes` packs them; and means, float32 [groups, 2**bits].
+            Codes, as `pack_bytes` packs them, 0 for none; and means, one group after another,
+            float32 [sum of entries].
         """
-        first = self.arange(rows.shape[-1]) < self.cast(counts, "int64")
-        mask = first if real is None else real > 0
-        bins = 1 << bits
-        mean = self._sums(rows) / counts
-        apart = self.where(mask, rows - mean, 0.0)
-        variance = self.cast(self._sums(apart * apart) / counts, "float64")
-        deviation = self.cast(self.sqrt(variance), "float32")
+        groups, bins, total = len(entries), 1 << bits, sum(entries)
+        part, up = self._parts_of_peaks(x, group, groups)
+        mean = self._means(part, group, groups + 1, _PART)
+        apart = part - self.gather(mean, group)
+        variance = self._means(apart * apart, group, groups + 1, _SQUARE)
+        deviation = self.cast(self.sqrt(self.cast(variance, "float64")), "float32")
         per_unit = self._inverse(deviation, 1.0) * (bins / 6.0)
-        height = apart * per_unit + bins / 2.0
-        codes = self.cast(self.minimum(self.maximum(height, 0.0), bins - 1.0), "int64")
-        means = []
-        for code in range(bins):
-            inside = (codes == code) & mask
-            total = self._sums(self.where(inside, rows, 0.0))
-            number = self.maximum(self.sum(self.cast(inside, "int64"), -1), 1)
-            means.append(total / self.reshape(self.cast(number, "float32"), (-1, 1)))
-        return self.pack_bytes(codes, bits), self.concat(means)
+        height = apart * self.gather(per_unit, group) + bins / 2.0
+        code = self.cast(self.minimum(self.maximum(height, 0.0), bins - 1.0), "int64")
+        if min(entries, default=bins) < bins:
+            few = self.gather(self.words([*(int(n < bins) for n in entries), 0]), group)
+            most = self.gather(self.words([*entries, 1]), group) - 1
+            own = self.minimum(self._rank_in_group(group), most)
+            code = self.where(few > 0, own, code)
+        code = self.where(group < groups, code, 0)
+        first = [sum(entries[:number]) for number in range(groups + 1)]
+        slot = self.gather(self.words(first), group) + code
+        of_slot = [number for number, n in enumerate(entries) for _ in range(n)]
+        means = self._means(part, slot, total + 1, _PART)[:total]
+        return self.pack_bytes(code, bits), means * self.gather(up, self.words(of_slot))
 
-    def decode_bins(self, packed: Tensor, means: Tensor, length: int, bits: int) -> Tensor:
-        """Invert `encode_bins`; float32 [groups, length]."""
-        groups, bins = means.shape
-        codes = self.unpack_bytes(packed, bits)[: groups * length]
-        first = self.reshape(self.arange(groups) * bins, (-1, 1))
-        places = self.reshape(self.reshape(codes, (groups, length)) + first, (-1,))
-        return self.reshape(self.gather(self.reshape(means, (-1,)), places), (groups, length))
+    def decode_bins(
+        self, packed: Tensor, means: Tensor, group: Tensor, entries: tuple[int, ...], bits: int
+    ) -> Tensor:
+        """Invert `encode_bins`: the mean of each value's bin, 0 in no group; float32 [count]."""
+        code = self.unpack_bytes(packed, bits)[: group.shape[0]]
+        first = [sum(entries[:number]) for number in range(len(entries) + 1)]
+        # Of a damaged payload a code may be too large.
+        code = self.minimum(code, self.gather(self.words([*entries, 1]), group) - 1)
+        slot = self.gather(self.words(first), group) + code
+        return self.gather(self.concat((means, self.zeros((1,)))), slot)
 
-    def _sums(self, rows: Tensor) -> Tensor:
-        return self.reshape(self.sum_of_rows(rows), (-1, 1))
+    def _parts_of_peaks(self, x: Tensor, group: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+        """Return x over a power of two near its group's peak, and these; [count], [groups + 1].
+
+        So sums can be those of integers, which are exact, in any order, and a power of two times a
+        group changes nothing but these. A group whose peak is below 2**-88 counts as zero.
+        """
+        _, magnitude = self.split_bits(self.float_bits(x), 31)
+        top = self.segment_max(self.split_bits(magnitude, 23)[0], group, groups + 1)
+        used, top = top >= _LEAST, self.minimum(top, 253)  # the reciprocal of 2**127 is denormal
+        up = self.bits_float(self.where(used, top, 0) * (1 << 23))
+        down = self.bits_float(self.where(used, 254 - top, 0) * (1 << 23))
+        return x * self.gather(down, group), up
+
+    def _means(self, x: Tensor, segment: Tensor, count: int, bits: int) -> Tensor:
+        """Return the mean of each segment, exactly summed in steps of 2**-bits; float32 [count]."""
+        whole = self.cast(x * 2.0**bits, "int64")
+        total = self.cast(self.segment_sum(whole, segment, count), "float32") * 2.0**-bits
+        number = self.segment_sum(self.full(segment.shape, 1), segment, count)
+        return total / self.cast(self.maximum(number, 1), "float32")
+
+    def _rank_in_group(self, group: Tensor) -> Tensor:
+        """Return how many members of its group come before each; int64 [count]."""
+        count = group.shape[0]
+        bits = max(count - 1, 1).bit_length()
+        keys = self.sort(group * (1 << bits) + self.arange(count))
+        sorted_, slot = self.split_bits(keys, bits)
+        rank = self.arange(count) - self.count_below(sorted_, sorted_)
+        return self.put(self.full((count,), 0), slot, rank)
 
     def _packed(self, codes: Tensor, bits: int) -> Tensor:
         return self.to_bytes(self.pack(codes, bits), "uint32")

@@ -7,7 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.tensorflow.base import Base, shape_of
 from hvd_gradcomp.ops.tensorflow.kernels import integers
@@ -25,8 +24,8 @@ class Creation(Base):
     def arange(self, count: Any) -> Tensor:
         return tf.range(tf.cast(count, tf.int64), dtype=tf.int64)
 
-    def table(self, layout: Layout, field: str) -> Tensor:
-        return tf.constant(getattr(layout, field), tf.int64)
+    def table(self, static: Any, field: str) -> Tensor:
+        return tf.constant(getattr(static, field), tf.int64)
 
     def words(self, values: Sequence[Any]) -> Tensor:
         return integers(list(values))

@@ -193,21 +193,22 @@ class Quantization(Base):
         return total, m
 
     def encode_bins(
-        self, rows: Tensor, real: Tensor | None, counts: Tensor, bits: int
+        self, x: Tensor, group: Tensor, entries: tuple[int, ...], bits: int
     ) -> tuple[Tensor, Tensor]:
         if self.native is None:
-            return super().encode_bins(rows, real, counts, bits)
-        coded = -(-rows.shape[0] * rows.shape[1] // GROUP) * GROUP // 8 * bits
-        outputs = [(tf.uint8, (coded,)), (tf.float32, (rows.shape[0], 1 << bits))]
-        given = rows, [] if real is None else real, counts
-        codes, means = self.native("encode_bins", given, outputs, (bits,))
+            return super().encode_bins(x, group, entries, bits)
+        coded = -(-x.shape[0] // GROUP) * GROUP // 8 * bits
+        outputs = [(tf.uint8, (coded,)), (tf.float32, (sum(entries),))]
+        codes, means = self.native("encode_bins", (x, group, list(entries)), outputs, (bits,))
         return codes, means
 
-    def decode_bins(self, packed: Tensor, means: Tensor, length: int, bits: int) -> Tensor:
+    def decode_bins(
+        self, packed: Tensor, means: Tensor, group: Tensor, entries: tuple[int, ...], bits: int
+    ) -> Tensor:
         if self.native is None:
-            return super().decode_bins(packed, means, length, bits)
-        shape = means.shape[0], length
-        return self.native("decode_bins", (packed, means), [(tf.float32, shape)], (length,))[0]
+            return super().decode_bins(packed, means, group, entries, bits)
+        inputs = packed, means, group, list(entries)
+        return self.native("decode_bins", inputs, [(tf.float32, group.shape)], (bits,))[0]
 
 
 def _packed(x: Tensor, bits: int) -> tuple[int | None]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import LOGGER, Ops, Tensor
 from hvd_gradcomp.ops.native import library
@@ -66,7 +65,7 @@ class Base(Ops):
             self.topk_kernels, self.quantizers = TritonTopK(self), Quantizers(self)
         self._bands: dict[RowGroups, array[int]] = {}
         self._spreads: dict[tuple[RowGroups, int], tuple[Tensor, ...]] = {}  # by `_by_group`
-        self._tables: dict[tuple[Layout, str], Tensor] = {}
+        self._tables: dict[tuple[Any, str], Tensor] = {}
         self._constants: dict[tuple[float, ...], Tensor] = {}
         self._pool: dict[torch.dtype, list[Tensor]] = {}
         self._lent: dict[torch.dtype, int] | None = None  # tensors lent by each pool, in a tile

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.torch.base import DTYPES, Base
 
@@ -24,11 +23,11 @@ class Creation(Base):
     def arange(self, count: int) -> Tensor:
         return torch.arange(count, device=self.device)
 
-    def table(self, layout: Layout, field: str) -> Tensor:
-        key = (layout, field)
+    def table(self, static: Any, field: str) -> Tensor:
+        key = (static, field)
         if key not in self._tables:
             self._tables[key] = torch.tensor(
-                getattr(layout, field), dtype=torch.int64, device=self.device
+                getattr(static, field), dtype=torch.int64, device=self.device
             )
         return self._tables[key]
 

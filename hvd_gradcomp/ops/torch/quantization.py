@@ -17,7 +17,6 @@ from hvd_gradcomp.ops.torch.kernels import walkable
 _NEAREST = array("q")  # the key of no random numbers
 _MORE = 64  # bytes: values of groups of another shard, whose part has that size
 _E4M3 = getattr(torch, "float8_e4m3fn", None)  # since PyTorch 2.1
-_ALL = array("q")  # flags, where values come first
 
 
 class Quantization(Base):
@@ -31,8 +30,8 @@ class Quantization(Base):
         both = first, _mix(first ^ 0x9E3779B9)
         return self.words(both) if self.kernels is None else both
 
-    def uniform(self, key: Any, count: Any) -> Tensor:
-        return super().uniform(self.words(key) if isinstance(key, tuple) else key, count)
+    def random_words(self, key: Any, count: Any) -> Tensor:
+        return super().random_words(self.words(key) if isinstance(key, tuple) else key, count)
 
     def group_maxima(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         if self.quantizers is not None:
@@ -301,23 +300,25 @@ class Quantization(Base):
         return total, room
 
     def encode_bins(
-        self, rows: Tensor, real: Tensor | None, counts: Tensor, bits: int
+        self, x: Tensor, group: Tensor, entries: tuple[int, ...], bits: int
     ) -> tuple[Tensor, Tensor]:
         if self.native is None:
-            return super().encode_bins(rows, real, counts, bits)
-        groups, means = -(-rows.numel() // GROUP), self._empty(rows.shape[0], 1 << bits)
-        codes = self._empty(groups * GROUP // 8 * bits, dtype=torch.uint8)
-        flags = _ALL if real is None else real.contiguous()
-        given = rows.contiguous(), flags, counts.contiguous()
-        self.native("encode_bins", given, (codes, means), (bits,))
+            return super().encode_bins(x, group, entries, bits)
+        coded, means = -(-x.numel() // GROUP) * GROUP // 8 * bits, self._empty(sum(entries))
+        codes = self._empty(coded, dtype=torch.uint8)
+        inputs = x.contiguous(), group.contiguous(), array("q", entries)
+        self.native("encode_bins", inputs, (codes, means), (bits,))
         return codes, means
 
-    def decode_bins(self, packed: Tensor, means: Tensor, length: int, bits: int) -> Tensor:
+    def decode_bins(
+        self, packed: Tensor, means: Tensor, group: Tensor, entries: tuple[int, ...], bits: int
+    ) -> Tensor:
         if self.native is None:
-            return super().decode_bins(packed, means, length, bits)
-        values = self._empty(means.shape[0], length)
+            return super().decode_bins(packed, means, group, entries, bits)
+        values = self._empty(group.numel())
         packed = packed if packed.storage_offset() % 4 == 0 else packed.clone()
-        self.native("decode_bins", (packed.contiguous(), means.contiguous()), (values,), (length,))
+        inputs = packed.contiguous(), means.contiguous(), group.contiguous(), array("q", entries)
+        self.native("decode_bins", inputs, (values,), (bits,))
         return values
 
     def _of(self, row_groups: RowGroups) -> array[int]:
