@@ -142,8 +142,8 @@ class ShardedCompression:
 
     Raises:
         TypeError: the model or `compression` is something else.
-        ValueError: the mesh does not fit the model; a unit has parameters of several meshes, is
-            reduced in float16 or offloaded to the CPU; the compressor cannot take these layers.
+        ValueError: the mesh does not fit the model; a unit has parameters of several meshes,
+            or is offloaded to the CPU; the compressor cannot take these layers.
         MismatchError: on all ranks, if they do not train the same model in the same way.
     """
 

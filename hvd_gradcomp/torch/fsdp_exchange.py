@@ -70,11 +70,11 @@ class ShardExchange:
 
     def _add_pass(self, unit: Unit, flat: torch.Tensor) -> None:
         """Sum up the gradients of a unit since the last exchange, and their squares if needed."""
-        sources = self._run.sources
+        sources, weight = self._run.sources, self._weight(unit, flat)
         for shard, gradient in unit.cut(flat):
             self._check(shard)
             if sources.source == "microbatch" and shard.local.numel():
-                sources.add_pass(shard.local, gradient, anew=shard.dropped)
+                sources.add_pass(shard.local, gradient, anew=shard.dropped, weight=weight)
         earlier = unit.take_earlier()
         if earlier is not None:
             flat.add_(earlier)
@@ -86,10 +86,14 @@ class ShardExchange:
         if not self._exchanging:
             self._begin()
             self._exchanging = True
+        weight = self._weight(unit, flat)
         for shard, gradient in unit.cut(flat):
             self._given.add(shard.name)
             if shard.local.numel():
-                self._run.mark_ready(shard.local, gradient)
+                self._run.mark_ready(shard.local, gradient, weight)
+
+    def _weight(self, unit: Unit, flat: torch.Tensor) -> float:
+        return unit.weight(flat, self._replicas.size())
 
     def _check(self, shard: Shard) -> None:
         """Check that a gradient can be taken now.
@@ -178,9 +182,10 @@ class ShardExchange:
         for unit in self._units:  # those that this backward has not reached
             earlier = unit.take_earlier()
             gradients = {} if earlier is None else dict(unit.cut(earlier))
+            weight = 1.0 if earlier is None else self._weight(unit, earlier)
             for shard in unit.shards:
                 if shard.name not in self._given and shard.local.numel() and shard.trained:
-                    run.mark_ready(shard.local, gradients.get(shard))
+                    run.mark_ready(shard.local, gradients.get(shard), weight)
         run.programs.drive()
         found: NonFiniteGradientError | None = None
         try:

@@ -13,11 +13,12 @@ import torch.distributed.fsdp
 from hvd_gradcomp.core.layers import Layer
 
 FSDPModule: Any = getattr(torch.distributed.fsdp, "FSDPModule", None)
-if not hasattr(FSDPModule, "set_all_reduce_hook"):
+if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
     raise ImportError(
-        "hvd_gradcomp.torch.fsdp needs FSDP2 with all-reduce hooks, of PyTorch 2.7 or newer; this "
-        f"is {torch.__version__}"
+        "hvd_gradcomp.torch.fsdp needs FSDP2 with all-reduce hooks and factors that gradients are "
+        f"divided by, of PyTorch 2.8 or newer; this is {torch.__version__}"
     )
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _fsdp  # noqa: E402
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +83,29 @@ class Unit:
     def exchanges(self) -> bool:
         """Return False under `model.set_requires_all_reduce(False)`."""
         return bool(self.group.all_reduce_grads)
+
+    def weight(self, reduced: torch.Tensor, replicas: int) -> float:
+        """Return by how much a gradient counts in the mean over the replicas.
+
+        With it that mean is what FSDP gives for hybrid sharding. There a factor of the user's
+        (`set_gradient_divide_factor`) is the only division, and replicas are summed up. And where
+        FSDP divides after its collectives, it divides the zeros that the hook has left.
+
+        Args:
+            reduced: what FSDP has handed to the hook.
+            replicas: how many there are.
+        """
+        group = self.group
+        factor = group.gradient_divide_factor
+        _, later, *_ = _fsdp._get_gradient_divide_factors(
+            group._reduce_scatter_process_group,
+            None,
+            reduced.dtype,
+            group.device.type,
+            factor,
+            group.force_sum_reduction_for_comms,
+        )
+        return (1.0 if factor is None else float(replicas)) / (later or 1.0)
 
     def take_earlier(self) -> torch.Tensor | None:
         """Return the sum of earlier passes, without what was dropped, and forget it."""
@@ -173,17 +197,10 @@ def _check(group: Any, where: str, inside: list[int]) -> None:
             f"{where} is sharded over ranks {found}, and the second dimension of mesh= has "
             f"{inside} here: pass the mesh whose second dimension fully_shard was given"
         )
-    policy = group.mp_policy
-    for held in group.fsdp_params:
-        dtype = policy.reduce_dtype or policy.param_dtype or held.sharded_param.dtype
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"{where} is reduced in {dtype}, whose sums FSDP scales after the hook: use "
-                "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
-            )
-    if getattr(group, "force_sum_reduction_for_comms", False):
+    if any(held.sharded_param.is_meta for held in group.fsdp_params):
         raise ValueError(
-            f"{where} divides after the hook: leave set_force_sum_reduction_for_comms out"
+            f"{where} has parameters without data, on the meta device: call model.to_empty(...), "
+            "and set or load them, before fsdp.compress"
         )
     if group.device.type != "cpu" and any(held.offload_to_cpu for held in group.fsdp_params):
         raise ValueError(

@@ -34,7 +34,7 @@ from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.comm.c10d import ProcessGroup
 
 if TYPE_CHECKING:
-    from hvd_gradcomp.torch.fsdp import ShardedCompression  # needs PyTorch 2.7
+    from hvd_gradcomp.torch.fsdp import ShardedCompression  # needs PyTorch 2.8
 
 __all__ = ["CheckpointError", "CompressedTraining", "compress"]
 

@@ -115,7 +115,12 @@ class Sources:
         return hook
 
     def add_pass(
-        self, parameter: torch.nn.Parameter, contribution: torch.Tensor, *, anew: bool
+        self,
+        parameter: torch.nn.Parameter,
+        contribution: torch.Tensor,
+        *,
+        anew: bool,
+        weight: float = 1.0,
     ) -> None:
         """Add the square of one pass's contribution to the moment of a parameter.
 
@@ -123,6 +128,7 @@ class Sources:
             parameter: of a bucket that stores moments.
             contribution: to its gradient, of this pass alone.
             anew: earlier passes of this step were dropped.
+            weight: factor of the contribution.
         """
         bucket, slot = self._places[parameter]
         square = bucket.moment_views[slot]
@@ -131,7 +137,7 @@ class Sources:
         counted = 0 if anew else self._counted.get(parameter, 0)
         if counted == 0:
             square.zero_()
-        square.addcmul_(dense, dense)
+        square.addcmul_(dense, dense, value=weight**2)
         self._counted[parameter] = counted + 1
         self._made = max(self._made, self._counted[parameter])
 

@@ -115,12 +115,25 @@ def every_method():
 
 
 def dense_is_what_ddp_does():
-    torch.manual_seed(1)
-    plain = DistributedDataParallel(Model(), find_unused_parameters=True)
-    ours, _ = wrapped(None, of_ddp={"find_unused_parameters": True})
-    for model in (plain, ours):
-        train(model, sgd(model), 3)
-    assert torch.allclose(vector(plain), vector(ours), atol=1e-6)
+    """Divided by the ranks of its own process group, also where the graph is static."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    for options in (
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+        {"process_group": groups[dist.get_rank()]},
+    ):
+        plain, (ours, _) = ddp_model(**options), wrapped(None, of_ddp=options)
+        for model in (plain, ours):
+            optimizer = sgd(model)
+            train(model, optimizer, 2)
+            if "static_graph" not in options:
+                optimizer.zero_grad()
+                with model.no_sync():
+                    backward(model, 2)
+                backward(model, 3)
+                optimizer.step()
+        assert torch.allclose(vector(plain), vector(ours), atol=1e-6), options
 
 
 def options_of_ddp():

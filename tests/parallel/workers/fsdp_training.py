@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -215,6 +216,88 @@ def dense_is_what_hybrid_sharding_does():
             loss(model, 8).backward()
             found.append(gradients(model))
         torch.testing.assert_close(*found, rtol=0, atol=1e-6)
+
+
+class ScatteredSums:
+    """FSDP's reduce-scatter on gloo, which has no sums of multiples."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        if getattr(op, "op", None) == dist.ReduceOp.PREMUL_SUM:
+            input_tensor.mul_(op.factor)
+            op = dist.ReduceOp.SUM
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
+def divide(model, factors, sums=False):
+    """Set the factors of the units in turn; None is what FSDP does by itself."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit, factor in zip(units, itertools.cycle(factors)):
+        unit.set_custom_reduce_scatter(ScatteredSums())
+        unit.set_gradient_divide_factor(factor)
+        unit.set_force_sum_reduction_for_comms(sums)
+
+
+def divided_as_in_hybrid_sharding():
+    """By factors set before and after `compress`, changed between steps, of some units alone."""
+    every = [(None,), (2.0,), (4.0,), (3.0,), (1.0, None, 5.0)]
+    kinds = (
+        (None, 0.0),
+        (torch.bfloat16, 0.02),
+        (torch.float16, 2e-3),
+        (torch.float64, 1e-6),
+    )
+    for (dtype, off), sums in itertools.product(kinds, (False, True)):
+        options = {} if dtype is None else {"mp_policy": MixedPrecisionPolicy(reduce_dtype=dtype)}
+        mesh = mesh_of()
+        plain, ours = sharded(mesh, **options), sharded(mesh["in"], **options)
+        divide(ours, (1.0,), sums)
+        fsdp.compress(ours, None, mesh=mesh)
+        for step, factors in enumerate([(1.0,), *every[3 if dtype else 0 :]]):
+            found = []
+            for model in (plain, ours):
+                if step or model is plain:
+                    divide(model, factors, sums)
+                model.zero_grad()
+                for at in range(2):
+                    model.set_requires_all_reduce(at == 1)
+                    loss(model, 2 * step + at).backward()
+                found.append(gradients(model))
+            off = max(off, 1e-6 * sums)  # a division behind the sum rounds otherwise
+            torch.testing.assert_close(*found, rtol=off, atol=off / 10)
+
+
+def factors_leave_methods_alone():
+    """A factor of all ranks is the mean, to the bit; and residuals are in the units of `p.grad`."""
+    ranks = float(dist.get_world_size())
+    microbatch = VarianceCompressor(alpha=0.5, moments="microbatch")
+    for compression in [*ONE_OF_EACH, *ONE_OF_TODAY, *PRODUCTS, *ROBUST, *BALANCED, microbatch]:
+        found = []
+        for factor in (None, ranks):
+            model, state = chain(compression, backward_passes_per_step=2)
+            divide(model, (factor,))
+            for step in (0, 10):
+                model.zero_grad()
+                passes(model, [step, step + 1], WAYS[0])
+                found.append(gradients(model))
+        assert all(map(torch.equal, found[:2], found[2:])), compression
+    plain, (model, state) = Chain(), chain(StromCompressor(tau=40.0))
+    for unit in (*plain.units[:-1], plain):
+        fully_shard(unit, mesh=mesh_of())
+    sums = []
+    for each in (plain, model):
+        total = torch.zeros(())
+        for step, factor in enumerate((None, 1.0, ranks / 2, None, 8.0)):
+            divide(each, (factor,))
+            each.zero_grad()
+            each(factors(step), EVERY).backward()
+            total = total + each.units[1].weight.grad.to_local()
+        sums.append(total)
+    (kept,) = kept_for(state, "units.1.weight")
+    dist.all_reduce(kept, dist.ReduceOp.AVG, state._replicas.handle)
+    assert kept.any() and torch.equal(sums[0], sums[1] + kept)
 
 
 def passes_are_exchanged_once():
@@ -429,10 +512,10 @@ def not_finite():
     # What one shard of one replica alone finds out.
     exchange = state._run.mark_ready
 
-    def one_shard(p, gradient):
+    def one_shard(p, gradient, weight):
         if dist.get_rank() == 2 and gradient is not None:
             gradient = torch.full_like(gradient, float("inf"))
-        exchange(p, gradient)
+        exchange(p, gradient, weight)
 
     state._run.mark_ready = one_shard
     optimizer.zero_grad()
