@@ -38,6 +38,7 @@ from hvd_gradcomp.torch.comm.c10d import VERIFY, C10dBackend, ProcessGroup, out_
 from hvd_gradcomp.torch.fsdp_exchange import ShardExchange
 from hvd_gradcomp.torch.fsdp_units import FSDPModule, Shard, Unit, groups_of, units_of
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain
+from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor, take_over_momentum
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.reducer import Reducer
@@ -206,6 +207,7 @@ class ShardedCompression:
         inspection.know(self, self._run)
         inspection.know(model, self._run)
 
+    @interpreted
     def take_in(self, unit: Unit, flat: torch.Tensor) -> None:
         """Take this rank's part of a unit's gradient; see `ShardExchange.take_in`."""
         self._exchange.take_in(unit, flat)

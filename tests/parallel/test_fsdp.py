@@ -23,6 +23,7 @@ PARTS = (
     "discarded",
     "unused",
     "what_cannot_go",
+    "compiled",
     "waits_as_long",
     "one_fails",
     "one_ends",

@@ -611,6 +611,38 @@ def what_cannot_go():
     raises(OutOfStepError, "different steps", lambda: loss(model, 5).backward())
 
 
+def compiled():
+    """The units, or a whole step, by `torch.compile`: ours is left out of it."""
+    traced = torch._dynamo.convert_frame.input_codes
+    trained = []
+    for at_once in (None, False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        mesh = mesh_of()
+        model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 4))
+        for unit in (model[0], model[2], model):
+            fully_shard(unit, mesh=mesh["in"])
+        fsdp.compress(model, STROM, mesh=mesh)
+        optimizer = sgd(model)
+        x = torch.randn(6, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+        forward = torch.compile(model, backend="eager") if at_once is False else model
+
+        def step(optimizer=optimizer, forward=forward, x=x):
+            optimizer.zero_grad()
+            forward(x).square().sum().backward()
+            optimizer.step()
+
+        step = torch.compile(step, backend="eager") if at_once else step
+        for _ in range(3):
+            step()
+        files = [code().co_filename for code in traced.seen if code() is not None]
+        assert not [name for name in files if "hvd_gradcomp" in name], files
+        trained.append(vector(model))
+        alike(trained[-1])
+        torch.testing.assert_close(trained[-1], trained[0])
+    torch._dynamo.reset()
+
+
 def waits_as_long():
     """Our connections give up when those of the mesh do."""
     ranks = torch.arange(dist.get_world_size()).view(2, -1)
