@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -257,9 +258,15 @@ class CompressionState:
         release_buckets: bool = False,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
+            sharded = isinstance(model, getattr(torch.distributed.fsdp, "FSDPModule", ()))
             raise TypeError(
-                f"a DistributedDataParallel is compressed, got {type(model).__name__}. Call "
-                "ddp.compress on what DistributedDataParallel(...) returns, before torch.compile"
+                f"a DistributedDataParallel is compressed, got {type(model).__name__}. "
+                + (
+                    "It was sharded by fully_shard: call fsdp.compress(model, ..., mesh=mesh)"
+                    if sharded
+                    else "Call ddp.compress on what DistributedDataParallel(...) returns, before "
+                    "torch.compile"
+                )
             )
         self._group = ProcessGroup(process_group or model.process_group)
         self._transport = C10dBackend(self._group, "ddp")

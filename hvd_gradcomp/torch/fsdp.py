@@ -200,7 +200,7 @@ class ShardedCompression:
             assert optimizer is not None
             take_over_momentum(optimizer, MomentumTransfer(optimizer, *own), self._run)
         self._exchange = ShardExchange(
-            self._run, [*units.values()], self._replicas, self._everybody, self._steps
+            self._run, model, [*units.values()], self._replicas, self._everybody, self._steps
         )
         for module, unit in units.items():
             module.set_all_reduce_hook(partial(self.take_in, unit))

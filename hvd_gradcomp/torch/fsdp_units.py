@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from hvd_gradcomp.core.layers import Layer
 
@@ -148,6 +150,7 @@ def units_of(model: Any, mesh: Any) -> dict[Any, Unit]:
     if not isinstance(model, FSDPModule):
         raise TypeError(
             f"what fully_shard(model, ...) returned is compressed, got {type(model).__name__}"
+            f"{_instead(model)}"
         )
     names = {p: name for name, p in model.named_parameters()}
     inside = dist.get_process_group_ranks(mesh.get_group(1))
@@ -167,6 +170,35 @@ def units_of(model: Any, mesh: Any) -> dict[Any, Unit]:
             shards = [_shard(held, names) for held in group.fsdp_params]
             units[module] = Unit(group, [s for s in shards if s.local.requires_grad])
     return units
+
+
+def _instead(model: Any) -> str:
+    """Return what to do with a model that `fully_shard` was not called on, for messages."""
+    modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
+    if isinstance(model, DistributedDataParallel):
+        return ": for it call ddp.compress"
+    if any(isinstance(module, FullyShardedDataParallel) for module in modules.values()):
+        return ", of FSDP1, which has no hook for it: take fully_shard"
+    sharded = [name for name, module in modules.items() if isinstance(module, FSDPModule)]
+    if "_orig_mod" in sharded:
+        return ": call fsdp.compress before torch.compile"
+    if sharded:
+        return (
+            f", whose parts were sharded ({', '.join(sharded[:3])}): call fully_shard on the model "
+            "too, or fsdp.compress on the part that has all the others"
+        )
+    return ": call fully_shard on it, and on its blocks, before fsdp.compress"
+
+
+def left_out(model: Any, units: Iterable[Unit]) -> list[str]:
+    """Return the trained units of FSDP's root that are not in the model; once forward has run."""
+    inside = {id(unit.group) for unit in units}
+    return [
+        group._module_fqn or "that at the root"
+        for state in model._get_fsdp_state()._state_ctx.all_states
+        for group in state._fsdp_param_groups
+        if id(group) not in inside and any(p.sharded_param.requires_grad for p in group.fsdp_params)
+    ]
 
 
 def groups_of(module: Any) -> list[Any]:
@@ -192,6 +224,12 @@ def _check(group: Any, where: str, inside: list[int]) -> None:
             'mesh=mesh["inside"]'
         )
     found = dist.get_process_group_ranks(info.shard_process_group)
+    if set(inside) < set(found):
+        raise ValueError(
+            f"{where} is sharded over {len(found)} ranks, {found}, which are several replicas of "
+            f"mesh=: its second dimension has {inside} here. Without a mesh, fully_shard takes all "
+            'ranks: call it with the second dimension, mesh=mesh["inside"]'
+        )
     if sorted(found) != sorted(inside):
         raise ValueError(
             f"{where} is sharded over ranks {found}, and the second dimension of mesh= has "

@@ -581,8 +581,24 @@ def what_cannot_go():
     raises(ValueError, "of two dimensions", lambda: compress(sharded(mesh["in"]), mesh=mesh["in"]))
     raises(ValueError, "itself, dense", lambda: compress(sharded(mesh), mesh=mesh))
     raises(ValueError, "is sharded over ranks", lambda: compress(sharded(mesh["hosts"]), mesh=mesh))
-    half = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}
-    raises(ValueError, "reduce_dtype=torch.float32", lambda: wrapped(None, of_fsdp=half))
+    text = "are several replicas of mesh="
+    raises(ValueError, text, lambda: compress(sharded(None), mesh=mesh))
+    text = "call fully_shard on it, and on its blocks"
+    raises(TypeError, text, lambda: compress(Transformer(), mesh=mesh))
+    parts = nn.ModuleList([sharded(mesh["in"])])
+    raises(TypeError, "whose parts were sharded (0, ", lambda: compress(parts, mesh=mesh))
+    text = "before torch.compile"
+    raises(TypeError, text, lambda: compress(torch.compile(sharded(mesh["in"])), mesh=mesh))
+    plain = DistributedDataParallel(Chain())
+    raises(TypeError, "for it call ddp.compress", lambda: compress(plain, mesh=mesh))
+    raises(TypeError, "call fsdp.compress(model", lambda: ddp.compress(sharded(mesh["in"])))
+    with torch.device("meta"):
+        empty = sharded(mesh["in"])
+    raises(ValueError, "call model.to_empty", lambda: compress(empty, mesh=mesh))
+    outside = sharded(mesh["in"])
+    compress(outside.layers[0], mesh=mesh)
+    text = "the replicas of other units would differ: that at the root, layers.1. Call"
+    raises(ValueError, text, lambda: loss(outside, 0).backward())
     sampled = VarianceCompressor(alpha=1.0, moments="sample")
     raises(ValueError, "pass moments='microbatch' or 'step'", lambda: wrapped(sampled))
     batches = VarianceCompressor(alpha=1.0, moments="microbatch")
