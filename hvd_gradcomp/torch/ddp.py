@@ -278,8 +278,8 @@ class CompressionState:
         own: tuple[float, bool] | None = None
         refused: Exception | None = None  # by this rank; the others must hear of it
         try:
+            participants = participants_among(self._group, hierarchical)  # all ranks meet in it
             _require_buckets(model)
-            participants = participants_among(self._group, hierarchical)
             options = ExchangeOptions(
                 backward_passes_per_step, batch_size, bucket_bytes, nonfinite, rollback, scaler
             ).for_hook()
