@@ -446,7 +446,8 @@ def _require_buckets(model: DistributedDataParallel) -> None:
             'with torch._dynamo.config.optimize_ddp = "python_reducer" DistributedDataParallel '
             "reduces each gradient by itself, and has no buckets whose exchange could be "
             'compressed: set it to True ("ddp_optimizer") or False ("no_optimization") before '
-            "DistributedDataParallel(model)"
+            "DistributedDataParallel(model), and compile no backward by compiled autograd, which "
+            "goes with nothing else"
         )
 
 
