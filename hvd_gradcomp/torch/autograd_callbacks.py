@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+
+from hvd_gradcomp.torch.moments.dynamo import interpreted
 
 
 def backward_id() -> int:
@@ -15,5 +18,15 @@ def backward_id() -> int:
 
 def after_backward(function: Callable[[], None]) -> None:
     """Call a function at the end of backward, after the callbacks that others are yet to queue."""
+    _queue(partial(_queue, partial(_call, function)))
+
+
+@interpreted
+def _queue(function: Callable[[], None]) -> None:
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(function))
+    engine.queue_callback(function)
+
+
+@interpreted
+def _call(function: Callable[[], None]) -> None:
+    function()

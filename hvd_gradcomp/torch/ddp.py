@@ -21,10 +21,12 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -44,6 +46,7 @@ from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step,
 from hvd_gradcomp.torch.comm.hosts import participants_among, setting_of
 from hvd_gradcomp.torch.ddp_elastic import Elastic, ElasticState
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
+from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.moments.tracker import track_moments
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor, take_over_momentum
 from hvd_gradcomp.torch.options import ExchangeOptions
@@ -110,6 +113,7 @@ def compress(model: DistributedDataParallel, compression: Any = None, **options:
     return state
 
 
+@interpreted
 def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Reduce a bucket; a hook for `model.register_comm_hook(state, ddp.hook)` and for libraries.
 
@@ -124,7 +128,9 @@ def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
             over, or the execution order of the model's layers (LGC). Call `ddp.compress`.
     """
     if not isinstance(state, CompressionState):
-        state = _made_for(state, bucket.parameters()[0])
+        # DDP's Python reducer hands out a gradient and its parameter; the state refuses its model.
+        parameter = bucket[1] if isinstance(bucket, tuple) else bucket.parameters()[0]
+        state = _made_for(state, parameter)
     return state.take_in(bucket)
 
 
@@ -252,9 +258,15 @@ class CompressionState:
         release_buckets: bool = False,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
+            sharded = isinstance(model, getattr(torch.distributed.fsdp, "FSDPModule", ()))
             raise TypeError(
-                f"a DistributedDataParallel is compressed, got {type(model).__name__}. Call "
-                "ddp.compress on what DistributedDataParallel(...) returns, before torch.compile"
+                f"a DistributedDataParallel is compressed, got {type(model).__name__}. "
+                + (
+                    "It was sharded by fully_shard: call fsdp.compress(model, ..., mesh=mesh)"
+                    if sharded
+                    else "Call ddp.compress on what DistributedDataParallel(...) returns, before "
+                    "torch.compile"
+                )
             )
         self._group = ProcessGroup(process_group or model.process_group)
         self._transport = C10dBackend(self._group, "ddp")
@@ -266,7 +278,8 @@ class CompressionState:
         own: tuple[float, bool] | None = None
         refused: Exception | None = None  # by this rank; the others must hear of it
         try:
-            participants = participants_among(self._group, hierarchical)
+            participants = participants_among(self._group, hierarchical)  # all ranks meet in it
+            _require_buckets(model)
             options = ExchangeOptions(
                 backward_passes_per_step, batch_size, bucket_bytes, nonfinite, rollback, scaler
             ).for_hook()
@@ -420,6 +433,22 @@ def _reduced(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Paramet
         for name, p in model.module.named_parameters()
         if p.requires_grad and name not in ignored
     ]
+
+
+def _require_buckets(model: DistributedDataParallel) -> None:
+    """Check that a model has buckets that a hook is called with.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if getattr(model, "_use_python_reducer", False):
+        raise ValueError(
+            'with torch._dynamo.config.optimize_ddp = "python_reducer" DistributedDataParallel '
+            "reduces each gradient by itself, and has no buckets whose exchange could be "
+            'compressed: set it to True ("ddp_optimizer") or False ("no_optimization") before '
+            "DistributedDataParallel(model), and compile no backward by compiled autograd, which "
+            "goes with nothing else"
+        )
 
 
 def _tables(model: DistributedDataParallel) -> set[torch.nn.Parameter]:
@@ -779,18 +808,15 @@ def _fixed_by_ddp(which: str) -> str:
 
 def _watch_order(planner: BucketPlanner) -> list[Any]:
     """Register hooks that record the order of the layers in the first backward."""
-    alive = weakref.ref(planner)
-
-    def seen(name: str) -> Any:
-        def hook(_: torch.Tensor) -> None:
-            there = alive()
-            if there is not None and there.arrived is not None:
-                there.arrived.append(name)
-
-        return hook
-
     named = [] if planner.ordered else planner.named_parameters
-    return [p.register_hook(seen(name)) for name, p in named]
+    return [p.register_hook(partial(_note, weakref.ref(planner), name)) for name, p in named]
+
+
+@interpreted
+def _note(alive: weakref.ref[BucketPlanner], name: str, _: torch.Tensor) -> None:
+    planner = alive()
+    if planner is not None and planner.arrived is not None:
+        planner.arrived.append(name)
 
 
 def _raise(error: Exception) -> None:

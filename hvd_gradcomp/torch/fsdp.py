@@ -38,6 +38,7 @@ from hvd_gradcomp.torch.comm.c10d import VERIFY, C10dBackend, ProcessGroup, out_
 from hvd_gradcomp.torch.fsdp_exchange import ShardExchange
 from hvd_gradcomp.torch.fsdp_units import FSDPModule, Shard, Unit, groups_of, units_of
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain
+from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor, take_over_momentum
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.reducer import Reducer
@@ -142,8 +143,8 @@ class ShardedCompression:
 
     Raises:
         TypeError: the model or `compression` is something else.
-        ValueError: the mesh does not fit the model; a unit has parameters of several meshes, is
-            reduced in float16 or offloaded to the CPU; the compressor cannot take these layers.
+        ValueError: the mesh does not fit the model; a unit has parameters of several meshes,
+            or is offloaded to the CPU; the compressor cannot take these layers.
         MismatchError: on all ranks, if they do not train the same model in the same way.
     """
 
@@ -199,13 +200,14 @@ class ShardedCompression:
             assert optimizer is not None
             take_over_momentum(optimizer, MomentumTransfer(optimizer, *own), self._run)
         self._exchange = ShardExchange(
-            self._run, [*units.values()], self._replicas, self._everybody, self._steps
+            self._run, model, [*units.values()], self._replicas, self._everybody, self._steps
         )
         for module, unit in units.items():
             module.set_all_reduce_hook(partial(self.take_in, unit))
         inspection.know(self, self._run)
         inspection.know(model, self._run)
 
+    @interpreted
     def take_in(self, unit: Unit, flat: torch.Tensor) -> None:
         """Take this rank's part of a unit's gradient; see `ShardExchange.take_in`."""
         self._exchange.take_in(unit, flat)

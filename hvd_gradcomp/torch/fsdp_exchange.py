@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.torch.autograd_callbacks import after_backward, backward_id
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step
-from hvd_gradcomp.torch.fsdp_units import Shard, Unit
+from hvd_gradcomp.torch.fsdp_units import Shard, Unit, left_out
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 
@@ -20,6 +21,7 @@ class ShardExchange:
 
     Args:
         run: reduces the buckets.
+        model: the sharded one.
         units: of the model.
         replicas: the ranks with the same shard.
         everybody: all ranks of the mesh.
@@ -29,12 +31,13 @@ class ShardExchange:
     def __init__(
         self,
         run: Reducer,
+        model: Any,
         units: Sequence[Unit],
         replicas: ProcessGroup,
         everybody: ProcessGroup,
         steps: C10dBackend,
     ) -> None:
-        self._run, self._units = run, units
+        self._run, self._model, self._units = run, model, units
         self._shards = [shard for unit in units for shard in unit.shards]
         self._replicas, self._everybody, self._steps = replicas, everybody, steps
         self._given: set[str] = set()  # parameters whose gradient has arrived in this step
@@ -70,11 +73,11 @@ class ShardExchange:
 
     def _add_pass(self, unit: Unit, flat: torch.Tensor) -> None:
         """Sum up the gradients of a unit since the last exchange, and their squares if needed."""
-        sources = self._run.sources
+        sources, weight = self._run.sources, self._weight(unit, flat)
         for shard, gradient in unit.cut(flat):
             self._check(shard)
             if sources.source == "microbatch" and shard.local.numel():
-                sources.add_pass(shard.local, gradient, anew=shard.dropped)
+                sources.add_pass(shard.local, gradient, anew=shard.dropped, weight=weight)
         earlier = unit.take_earlier()
         if earlier is not None:
             flat.add_(earlier)
@@ -86,10 +89,14 @@ class ShardExchange:
         if not self._exchanging:
             self._begin()
             self._exchanging = True
+        weight = self._weight(unit, flat)
         for shard, gradient in unit.cut(flat):
             self._given.add(shard.name)
             if shard.local.numel():
-                self._run.mark_ready(shard.local, gradient)
+                self._run.mark_ready(shard.local, gradient, weight)
+
+    def _weight(self, unit: Unit, flat: torch.Tensor) -> float:
+        return unit.weight(flat, self._replicas.size())
 
     def _check(self, shard: Shard) -> None:
         """Check that a gradient can be taken now.
@@ -121,6 +128,13 @@ class ShardExchange:
                 "ranks again, from a checkpoint"
             )
         run = self._run
+        outside = left_out(self._model, self._units) if run.steps == 0 else []
+        if outside:
+            raise ValueError(
+                "the model of fsdp.compress is a part of what fully_shard was called on, and the "
+                f"replicas of other units would differ: {', '.join(outside)}. Call fsdp.compress "
+                "on the outermost module"
+            )
         if run.sources.source == "microbatch" and run.steps == 0 and run.sources.passes < 2:
             raise ValueError(
                 "moments='microbatch' are of several passes, and only one was seen before this "
@@ -178,9 +192,10 @@ class ShardExchange:
         for unit in self._units:  # those that this backward has not reached
             earlier = unit.take_earlier()
             gradients = {} if earlier is None else dict(unit.cut(earlier))
+            weight = 1.0 if earlier is None else self._weight(unit, earlier)
             for shard in unit.shards:
                 if shard.name not in self._given and shard.local.numel() and shard.trained:
-                    run.mark_ready(shard.local, gradients.get(shard))
+                    run.mark_ready(shard.local, gradients.get(shard), weight)
         run.programs.drive()
         found: NonFiniteGradientError | None = None
         try:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 
 from hvd_gradcomp.core.layers import Layer
 
 FSDPModule: Any = getattr(torch.distributed.fsdp, "FSDPModule", None)
-if not hasattr(FSDPModule, "set_all_reduce_hook"):
+if not hasattr(FSDPModule, "set_force_sum_reduction_for_comms"):
     raise ImportError(
-        "hvd_gradcomp.torch.fsdp needs FSDP2 with all-reduce hooks, of PyTorch 2.7 or newer; this "
-        f"is {torch.__version__}"
+        "hvd_gradcomp.torch.fsdp needs FSDP2 with all-reduce hooks and factors that gradients are "
+        f"divided by, of PyTorch 2.8 or newer; this is {torch.__version__}"
     )
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as _fsdp  # noqa: E402
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +86,29 @@ class Unit:
         """Return False under `model.set_requires_all_reduce(False)`."""
         return bool(self.group.all_reduce_grads)
 
+    def weight(self, reduced: torch.Tensor, replicas: int) -> float:
+        """Return by how much a gradient counts in the mean over the replicas.
+
+        With it that mean is what FSDP gives for hybrid sharding. There a factor of the user's
+        (`set_gradient_divide_factor`) is the only division, and replicas are summed up. And where
+        FSDP divides after its collectives, it divides the zeros that the hook has left.
+
+        Args:
+            reduced: what FSDP has handed to the hook.
+            replicas: how many there are.
+        """
+        group = self.group
+        factor = group.gradient_divide_factor
+        _, later, *_ = _fsdp._get_gradient_divide_factors(
+            group._reduce_scatter_process_group,
+            None,
+            reduced.dtype,
+            group.device.type,
+            factor,
+            group.force_sum_reduction_for_comms,
+        )
+        return (1.0 if factor is None else float(replicas)) / (later or 1.0)
+
     def take_earlier(self) -> torch.Tensor | None:
         """Return the sum of earlier passes, without what was dropped, and forget it."""
         earlier, self.earlier = self.earlier, None
@@ -124,6 +150,7 @@ def units_of(model: Any, mesh: Any) -> dict[Any, Unit]:
     if not isinstance(model, FSDPModule):
         raise TypeError(
             f"what fully_shard(model, ...) returned is compressed, got {type(model).__name__}"
+            f"{_instead(model)}"
         )
     names = {p: name for name, p in model.named_parameters()}
     inside = dist.get_process_group_ranks(mesh.get_group(1))
@@ -143,6 +170,35 @@ def units_of(model: Any, mesh: Any) -> dict[Any, Unit]:
             shards = [_shard(held, names) for held in group.fsdp_params]
             units[module] = Unit(group, [s for s in shards if s.local.requires_grad])
     return units
+
+
+def _instead(model: Any) -> str:
+    """Return what to do with a model that `fully_shard` was not called on, for messages."""
+    modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
+    if isinstance(model, DistributedDataParallel):
+        return ": for it call ddp.compress"
+    if any(isinstance(module, FullyShardedDataParallel) for module in modules.values()):
+        return ", of FSDP1, which has no hook for it: take fully_shard"
+    sharded = [name for name, module in modules.items() if isinstance(module, FSDPModule)]
+    if "_orig_mod" in sharded:
+        return ": call fsdp.compress before torch.compile"
+    if sharded:
+        return (
+            f", whose parts were sharded ({', '.join(sharded[:3])}): call fully_shard on the model "
+            "too, or fsdp.compress on the part that has all the others"
+        )
+    return ": call fully_shard on it, and on its blocks, before fsdp.compress"
+
+
+def left_out(model: Any, units: Iterable[Unit]) -> list[str]:
+    """Return the trained units of FSDP's root that are not in the model; once forward has run."""
+    inside = {id(unit.group) for unit in units}
+    return [
+        group._module_fqn or "that at the root"
+        for state in model._get_fsdp_state()._state_ctx.all_states
+        for group in state._fsdp_param_groups
+        if id(group) not in inside and any(p.sharded_param.requires_grad for p in group.fsdp_params)
+    ]
 
 
 def groups_of(module: Any) -> list[Any]:
@@ -168,22 +224,21 @@ def _check(group: Any, where: str, inside: list[int]) -> None:
             'mesh=mesh["inside"]'
         )
     found = dist.get_process_group_ranks(info.shard_process_group)
+    if set(inside) < set(found):
+        raise ValueError(
+            f"{where} is sharded over {len(found)} ranks, {found}, which are several replicas of "
+            f"mesh=: its second dimension has {inside} here. Without a mesh, fully_shard takes all "
+            'ranks: call it with the second dimension, mesh=mesh["inside"]'
+        )
     if sorted(found) != sorted(inside):
         raise ValueError(
             f"{where} is sharded over ranks {found}, and the second dimension of mesh= has "
             f"{inside} here: pass the mesh whose second dimension fully_shard was given"
         )
-    policy = group.mp_policy
-    for held in group.fsdp_params:
-        dtype = policy.reduce_dtype or policy.param_dtype or held.sharded_param.dtype
-        if dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"{where} is reduced in {dtype}, whose sums FSDP scales after the hook: use "
-                "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
-            )
-    if getattr(group, "force_sum_reduction_for_comms", False):
+    if any(held.sharded_param.is_meta for held in group.fsdp_params):
         raise ValueError(
-            f"{where} divides after the hook: leave set_force_sum_reduction_for_comms out"
+            f"{where} has parameters without data, on the meta device: call model.to_empty(...), "
+            "and set or load them, before fsdp.compress"
         )
     if group.device.type != "cpu" and any(held.offload_to_cpu for held in group.fsdp_params):
         raise ValueError(

@@ -5,7 +5,8 @@ A late gradient is a contribution to an already reduced gradient; it is summed u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from hvd_gradcomp.torch.bucket import as_real
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.moments import tracker
+from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.reducer import Reducer
 
 _Version = tuple[Any, int]  # the tensor, and how often it was written to
@@ -77,7 +79,9 @@ class LateGradients:
 
     def watch(self, missing: Collection[torch.nn.Parameter]) -> None:
         """Register hooks on parameters whose gradients were missing when the exchange ended."""
-        self._hooks = [p.register_hook(self._hook(p)) for p in missing if p.requires_grad]
+        self._hooks = [
+            p.register_hook(partial(self._hold_back, p)) for p in missing if p.requires_grad
+        ]
 
     def forget(self) -> None:
         """Remove the hooks, and drop late gradients."""
@@ -86,19 +90,16 @@ class LateGradients:
         self._hooks = []
         self._brought.clear()
 
-    def _hook(self, p: torch.nn.Parameter) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        """Return a hook that holds a later pass's contribution back from the reduced gradient."""
-
-        def hook(contribution: torch.Tensor) -> torch.Tensor | None:
-            if not self._versions.holds(p):
-                return None  # the reduced gradient was dropped: this one begins a step
-            dense = contribution.to_dense() if contribution.is_sparse else contribution
-            known = self._brought.get(p)
-            self._brought[p] = dense.detach().clone() if known is None else known + dense
-            tracker.discard(p)
-            return torch.zeros_like(contribution)
-
-        return hook
+    @interpreted
+    def _hold_back(self, p: torch.nn.Parameter, contribution: torch.Tensor) -> torch.Tensor | None:
+        """Hold a later pass's contribution back from the reduced gradient; a tensor hook."""
+        if not self._versions.holds(p):
+            return None  # the reduced gradient was dropped: this one begins a step
+        dense = contribution.to_dense() if contribution.is_sparse else contribution
+        known = self._brought.get(p)
+        self._brought[p] = dense.detach().clone() if known is None else known + dense
+        tracker.discard(p)
+        return torch.zeros_like(contribution)
 
     def add_up(
         self,

@@ -21,6 +21,7 @@ from hvd_gradcomp.runtime.round_clock import RoundClock
 from hvd_gradcomp.torch.local.fragment import Connect
 from hvd_gradcomp.torch.local.outer import Outer, OuterOptimizer
 from hvd_gradcomp.torch.local.rounds import CommitProtocol, PendingResult, make_rounds
+from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.round_clock import TensorProgressGather
 from hvd_gradcomp.torch.tensor_exchange import Connection, TensorExchange
@@ -108,6 +109,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
 
     # -- one step ------------------------------------------------------------------------------
 
+    @interpreted
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the inner optimizer; exchange where the schedule says so.
 
@@ -128,6 +130,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
             self._rounds.end_local_step()
         return loss
 
+    @interpreted
     def exchange(self) -> None:
         """Exchange now, whatever the schedule says: at the end of a training, or of an epoch.
 

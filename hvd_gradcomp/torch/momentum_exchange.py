@@ -20,6 +20,7 @@ from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.torch.fixed_variance import FixedVarianceAdam
+from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 from hvd_gradcomp.torch.tensor_exchange import Connection, RankSync, TensorExchange
@@ -102,6 +103,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
 
     # -- one step ------------------------------------------------------------------------------
 
+    @interpreted
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange, and update the parameters; on all ranks alike.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.runtime.program_runner import run
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
+from hvd_gradcomp.torch.moments.dynamo import interpreted
 
 _names = (f"gradcomp.probe.{number}" for number in itertools.count())
 _HOST = torch.device("cpu")
@@ -110,12 +112,14 @@ class Probe(probe.Probe):
         if not self.due(self.steps) or self._ranks is None:
             return
         for i, parameter in enumerate(self._parameters):
-
-            def hook(parameter: torch.nn.Parameter, i: int = i) -> None:
-                if parameter.grad is not None:
-                    self._copies[i] = self._sample(i, parameter.grad)
-
+            hook = partial(self._copy, i)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    @interpreted
+    def _copy(self, i: int, parameter: torch.nn.Parameter) -> None:
+        """Copy a sample of a gradient; a hook of its accumulation."""
+        if parameter.grad is not None:
+            self._copies[i] = self._sample(i, parameter.grad)
 
     def _sampled(self, tensors: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
         return {i: self._sample(i, x) for i, x in enumerate(tensors) if x is not None}

@@ -402,11 +402,15 @@ class Reducer:
         if self._nonfinite is None:
             self.policy = "skip" if undoes else "raise"
 
-    def mark_ready(self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+    def mark_ready(
+        self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None, weight: float = 1.0
+    ) -> None:
         """Copy a gradient into its bucket; start the bucket's program if it was the last one.
 
         Args:
+            parameter: has the gradient.
             gradient: dense, of the parameter's shape or one number; None stands for zero.
+            weight: factor of the gradient, applied in the bucket's precision.
         """
         bucket, slot = self.planner.places[parameter]
         if self._releases:
@@ -417,6 +421,8 @@ class Reducer:
             else:
                 power = 0 if bucket.scaled else 1
                 self.scaling.unscale(as_real(gradient), bucket.views[slot], power)
+                if weight != 1.0:
+                    bucket.views[slot].mul_(weight)
             if bucket.moment_views:
                 self.sources.give(bucket, slot)
         if bucket.flat.is_cuda:

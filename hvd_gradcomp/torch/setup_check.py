@@ -12,6 +12,8 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 
+_REFUSED, _NOTHING = "what is refused", "nothing"
+
 
 def agree(
     group: ProcessGroup,
@@ -35,7 +37,7 @@ def agree(
 
     Raises:
         MismatchError: on all ranks, if they do not train the same model in the same way.
-        Exception: the one with which this rank refuses, if all ranks refuse alike.
+        Exception: the one with which this rank refuses, if all ranks refuse.
     """
     description = config_check.describe(
         layers,
@@ -45,7 +47,14 @@ def agree(
         framework=f"torch {torch.__version__.partition('+')[0]}",
         horovod=transport.version,
     )
-    description["what is refused"] = str(refused or "nothing")
-    config_check.agree(group.gather_objects(description, config_check.Description), group.ranks)
-    if refused:
+    description[_REFUSED] = str(refused or _NOTHING)
+    every = group.gather_objects(description, config_check.Description)
+    refusals = [{_REFUSED: each[_REFUSED]} for each in every]
+    refusing = [each[_REFUSED] != _NOTHING for each in every]
+    if all(refusing):  # whose texts may differ, since each names what it has
+        assert refused is not None
         raise refused
+    if any(refusing):
+        advice = "Mend what is refused, and pass the same to all ranks"
+        config_check.agree(refusals, group.ranks, advice)
+    config_check.agree(every, group.ranks)

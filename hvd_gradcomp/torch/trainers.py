@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_gradcomp.checkpoint.schema import CheckpointError
@@ -34,13 +35,15 @@ from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.comm.c10d import ProcessGroup
 
 if TYPE_CHECKING:
-    from hvd_gradcomp.torch.fsdp import ShardedCompression  # needs PyTorch 2.7
+    from hvd_gradcomp.torch.fsdp import ShardedCompression  # needs PyTorch 2.8
 
 __all__ = ["CheckpointError", "CompressedTraining", "compress"]
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _KEY = "hvd_gradcomp"  # of the state in Lightning's checkpoints
 _FSDPModule: Any = getattr(torch.distributed.fsdp, "FSDPModule", ())
+_FSDP1 = "the trainer shards by FSDP1, whose gradients cannot be compressed: take fsdp_version=2"
+_SIZES = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"  # what launchers set
 _LOGGED = ("ratio", "bytes_sent", "residual_ratio", "ms_waited")
 
 
@@ -81,11 +84,12 @@ def compress(trainer: Any, compression: Any = None, **options: Any) -> Compresse
     """
     training = CompressedTraining(compression, options)
     libraries = {base.__module__.partition(".")[0] for base in type(trainer).__mro__}
-    if "transformers" in libraries:
+    if "transformers" in libraries and hasattr(trainer, "callback_handler"):
         _into_transformers(trainer, training)
     elif "accelerate" in libraries and hasattr(trainer, "prepare_model"):
         _into_accelerate(trainer, training)
-    elif libraries & {"lightning", "pytorch_lightning"}:  # its two names on PyPI
+    elif libraries & {"lightning", "pytorch_lightning"} and hasattr(trainer, "callbacks"):
+        # Its two names on PyPI.
         package = "lightning.pytorch" if "lightning" in libraries else "pytorch_lightning"
         _into_lightning(trainer, training, import_module(package).Callback)
     else:
@@ -138,6 +142,7 @@ class CompressedTraining:
             ValueError: a sharded model has no replicas, or parameters outside of it are trained.
             DivergedError: on all ranks, if replicas of a sharded model differ.
         """
+        model = getattr(model, "_orig_mod", model)  # of one that was compiled once it was wrapped
         if model is self._model:
             return
         earlier = None if self._state is None else self._state.state_dict()
@@ -198,10 +203,11 @@ def _sharded_part(model: Any, mesh: Any) -> Any:
     names = [name for name, module in model.named_modules() if isinstance(module, _FSDPModule)]
     tops = [n for n in names if not any(n != o and (not o or n.startswith(f"{o}.")) for o in names)]
     if not tops:
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            raise TypeError(f"{_FSDP1}, Lightning's ModelParallelStrategy, or fully_shard")
         raise TypeError(
             "the trainer has not wrapped the model in DistributedDataParallel, nor sharded it by "
-            f"fully_shard: its type is {type(model).__name__}. Start several ranks, with torchrun, "
-            "and take a strategy that does"
+            f"fully_shard: its type is {type(model).__name__}. {_how_to_wrap()}"
         )
     if mesh is None:
         raise ValueError(
@@ -225,6 +231,24 @@ def _sharded_part(model: Any, mesh: Any) -> Any:
             "fully_shard once more, on a module that has all of them"
         )
     return root
+
+
+def _how_to_wrap() -> str:
+    """Return what lets a trainer wrap its model, for messages."""
+    started = max(int(os.environ.get(name) or 1) for name in _SIZES)
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks > 1:
+        return (
+            f"There are {ranks} ranks, which the trainer does not train by one of these: take such "
+            'a strategy, in Lightning "ddp" or ModelParallelStrategy'
+        )
+    if started > 1:
+        return (
+            f"{started} ranks were started, and each trains alone, as Accelerate does without a "
+            "GPU until it is told to use CPUs: pass Accelerator(cpu=True), or "
+            "TrainingArguments(use_cpu=True)"
+        )
+    return "Start several ranks, with torchrun, and take a strategy that does"
 
 
 def _file_in(folder: str | os.PathLike[str]) -> Path:
@@ -309,10 +333,7 @@ def _shard_inside_replicas(accelerator: Any, begin: Callable[[Any], None] | None
     if accelerator.distributed_type != "FSDP":
         return
     if not accelerator.is_fsdp2:
-        raise TypeError(
-            "the trainer shards by FSDP1, whose gradients cannot be compressed: take "
-            "fsdp_version=2, and replicas"
-        )
+        raise TypeError(f"{_FSDP1}, and replicas")
     config = accelerator.parallelism_config
     if config is None or not config.dp_replicate_enabled:
         raise ValueError(

@@ -11,6 +11,7 @@ import torch
 from hvd_gradcomp.monitoring.stats import CompressionStats, combined
 from hvd_gradcomp.torch.amp import unscale
 from hvd_gradcomp.torch.bucket import Named
+from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.tensor_exchange import TensorExchange
 
@@ -124,6 +125,7 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
             "state_dict() and load_state_dict(), on each rank its own"
         )
 
+    @interpreted
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, as the inner optimizer does."""
         self.inner.zero_grad(set_to_none=set_to_none)

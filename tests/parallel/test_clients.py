@@ -94,6 +94,7 @@ def test_libraries_that_wrap_the_model_themselves(tmp_path):
             else:
                 assert found["off"] > 0 and found["ratio"] > 1.2, (library, name, found)
                 assert found["losses"][1] < found["losses"][0], (library, name, found)
+        assert result.get("tokens", 0.0) < 1e-6, "losses are divided by the tokens of all ranks"
         straight, again = result["resumed"]
         assert straight == again == results[1][library]["resumed"][0], "it does not resume"
         assert result["steps"] == ([4, 4] if library == "trainer" else [8, 8]), library

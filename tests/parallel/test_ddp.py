@@ -41,6 +41,7 @@ ON_TWO = [
     "left_alone",
     "discarded",
     "local_steps",
+    "compiled",
     "complex_parameters",
     "later_rounds_during_backward",
     "released_buckets",

@@ -8,9 +8,10 @@ from tests.parallel.test_ddp import processes
 
 pytest.importorskip("torch.distributed.fsdp", reason="needs PyTorch")
 pytestmark = pytest.mark.parallel
-METHODS = "every_method", "passes_are_exchanged_once"
+METHODS = "every_method", "passes_are_exchanged_once", "factors_leave_methods_alone"
 PARTS = (
     "dense_is_what_hybrid_sharding_does",
+    "divided_as_in_hybrid_sharding",
     "micro_batch_moments",
     "units_in_another_order",
     "frozen_for_some_steps",
@@ -22,6 +23,7 @@ PARTS = (
     "discarded",
     "unused",
     "what_cannot_go",
+    "compiled",
     "waits_as_long",
     "one_fails",
     "one_ends",
@@ -38,5 +40,9 @@ def test_two_replicas_of_two_shards(tmp_path):
 
 def test_two_replicas_of_one_shard(tmp_path):
     """As `DistributedDataParallel` has it."""
-    parts = "dense_is_what_hybrid_sharding_does", "micro_batch_moments_are_those_of_ddp"
+    parts = (
+        "dense_is_what_hybrid_sharding_does",
+        "divided_as_in_hybrid_sharding",
+        "micro_batch_moments_are_those_of_ddp",
+    )
     processes(tmp_path, 2, *parts, worker="fsdp_training")

@@ -5,7 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hvd_gradcomp import QSGDCompressor
 from hvd_gradcomp.torch import trainers
@@ -23,6 +26,44 @@ def test_a_model_that_is_not_wrapped():
     with pytest.raises(TypeError, match=r"its type is Linear. Start several ranks, with torchrun"):
         training.begin(nn.Linear(1, 1))
     assert not training.begun
+
+
+def test_ranks_of_which_the_trainer_knows_nothing(monkeypatch):
+    """Accelerate trains each rank alone where there is no GPU, and it was not told to use CPUs."""
+    training = trainers.CompressedTraining(QSGDCompressor(), {})
+    for name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"):
+        with monkeypatch.context() as context:
+            context.setenv(name, "2")
+            with pytest.raises(
+                TypeError, match=r"2 ranks were started, .* Accelerator\(cpu=True\)"
+            ):
+                training.begin(nn.Linear(1, 1))
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of one rank."""
+    dist.init_process_group("gloo", f"file://{tmp_path}/met", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_model_that_was_compiled_once_it_was_wrapped(alone):
+    """As by Accelerate with a backend of `torch.compile`, and by the Trainer's `torch_compile`."""
+    model = torch.compile(DistributedDataParallel(nn.Linear(4, 4)), backend="eager")
+    training = trainers.CompressedTraining(QSGDCompressor(), {})
+    training.begin(model)
+    model(torch.ones(2, 4)).sum().backward()
+    assert training.state.steps == 1
+
+
+@pytest.mark.parametrize(
+    "module, name", [("lightning.pytorch", "LightningModule"), ("transformers", "PreTrainedModel")]
+)
+def test_what_is_of_such_a_library_and_no_trainer(module, name):
+    model = type(name, (nn.Module,), {"__module__": module})()
+    with pytest.raises(TypeError, match=rf"takes a transformers.Trainer, .* got {name}"):
+        trainers.compress(model, QSGDCompressor())
 
 
 class Accelerator:

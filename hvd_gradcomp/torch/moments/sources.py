@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -14,6 +14,7 @@ from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.torch.amp import GradScalerAdapter
 from hvd_gradcomp.torch.bucket import Bucket, Named, as_real
 from hvd_gradcomp.torch.moments import tracker
+from hvd_gradcomp.torch.moments.dynamo import interpreted
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 STORED = ("sample", "microbatch")  # sources whose moments buckets store; a step's are its squares
@@ -73,6 +74,17 @@ def source_of(
     return source
 
 
+@interpreted
+def _take_pass(
+    alive: weakref.ref[Sources], parameter: torch.nn.Parameter, contribution: torch.Tensor
+) -> None:
+    """Take one pass's contribution before it is accumulated; a tensor hook."""
+    sources = alive()
+    if sources is not None:
+        # Without a gradient nothing was accumulated: earlier passes were dropped.
+        sources.add_pass(parameter, contribution, anew=parameter.grad is None)
+
+
 class Sources:
     """Second moments of one exchange.
 
@@ -100,22 +112,15 @@ class Sources:
         for bucket in buckets:
             if self.source == "microbatch" and bucket.moment is not None:
                 for parameter in bucket.parameters:
-                    parameter.register_hook(self._square_of(parameter))
-
-    def _square_of(self, parameter: torch.nn.Parameter) -> Any:
-        """Return a tensor hook that reads one pass's contribution before it is accumulated."""
-        alive = weakref.ref(self)
-
-        def hook(contribution: torch.Tensor) -> None:
-            there = alive()
-            if there is not None:
-                # Without a gradient nothing was accumulated: earlier passes were dropped.
-                there.add_pass(parameter, contribution, anew=parameter.grad is None)
-
-        return hook
+                    parameter.register_hook(partial(_take_pass, weakref.ref(self), parameter))
 
     def add_pass(
-        self, parameter: torch.nn.Parameter, contribution: torch.Tensor, *, anew: bool
+        self,
+        parameter: torch.nn.Parameter,
+        contribution: torch.Tensor,
+        *,
+        anew: bool,
+        weight: float = 1.0,
     ) -> None:
         """Add the square of one pass's contribution to the moment of a parameter.
 
@@ -123,6 +128,7 @@ class Sources:
             parameter: of a bucket that stores moments.
             contribution: to its gradient, of this pass alone.
             anew: earlier passes of this step were dropped.
+            weight: factor of the contribution.
         """
         bucket, slot = self._places[parameter]
         square = bucket.moment_views[slot]
@@ -131,7 +137,7 @@ class Sources:
         counted = 0 if anew else self._counted.get(parameter, 0)
         if counted == 0:
             square.zero_()
-        square.addcmul_(dense, dense)
+        square.addcmul_(dense, dense, value=weight**2)
         self._counted[parameter] = counted + 1
         self._made = max(self._made, self._counted[parameter])
 

@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -115,12 +116,25 @@ def every_method():
 
 
 def dense_is_what_ddp_does():
-    torch.manual_seed(1)
-    plain = DistributedDataParallel(Model(), find_unused_parameters=True)
-    ours, _ = wrapped(None, of_ddp={"find_unused_parameters": True})
-    for model in (plain, ours):
-        train(model, sgd(model), 3)
-    assert torch.allclose(vector(plain), vector(ours), atol=1e-6)
+    """Divided by the ranks of its own process group, also where the graph is static."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    for options in (
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+        {"process_group": groups[dist.get_rank()]},
+    ):
+        plain, (ours, _) = ddp_model(**options), wrapped(None, of_ddp=options)
+        for model in (plain, ours):
+            optimizer = sgd(model)
+            train(model, optimizer, 2)
+            if "static_graph" not in options:
+                optimizer.zero_grad()
+                with model.no_sync():
+                    backward(model, 2)
+                backward(model, 3)
+                optimizer.step()
+        assert torch.allclose(vector(plain), vector(ours), atol=1e-6), options
 
 
 def options_of_ddp():
@@ -848,6 +862,79 @@ def one_fails():
         raises(RuntimeError, "", lambda m=model: backward(m, 4))
         dist.barrier()
         assert time.monotonic() - began < 60
+
+
+def compiled():
+    """A whole step, by `torch.compile` in each of its ways with DDP: ours is left out of it."""
+    traced = torch._dynamo.convert_frame.input_codes
+
+    def model_of(mode):
+        torch._dynamo.reset()
+        torch._dynamo.config.optimize_ddp = mode
+        torch.manual_seed(1)
+        return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3))
+
+    def steps(model, optimizer, by, at_once):
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(dist.get_rank()))
+        forward = by(model) if not at_once else model
+
+        def step():
+            optimizer.zero_grad()
+            forward(x).square().sum().backward()
+            optimizer.step()
+
+        step = by(step) if at_once else step
+        for _ in range(3):
+            step()
+        seen = [code() for code in traced.seen]
+        ours = [code.co_filename for code in seen if code is not None]
+        assert not [name for name in ours if "hvd_gradcomp" in name], ours
+        return vector(model)
+
+    def by_ddp(model, compression):
+        model = DistributedDataParallel(model)
+        ddp.compress(model, compression)
+        return model, sgd(model)
+
+    def by_hook(model, compression):
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(compression, ddp.hook)
+        return model, sgd(model)
+
+    def by_momenta(model, compression):
+        adam = torch.optim.AdamW(model.parameters(), 0.01)
+        return model, ddp.MomentumExchange(adam, model.named_parameters(), compression)
+
+    def by_local_steps(model, compression):
+        named = model.named_parameters()
+        return model, ddp.LocalSteps(sgd(model), named, 2, compression=compression)
+
+    strom, variance = StromCompressor(tau=0.01), VarianceCompressor(alpha=0.5, moments="step")
+    compile = partial(torch.compile, backend="aot_eager")
+    modes = [True, "no_optimization", "python_reducer_without_compiled_forward"]
+    cases = [(way, strom, True) for way in (by_hook, by_momenta, by_local_steps)]
+    cases += [(by_ddp, variance, mode) for mode in modes]
+    try:
+        for way, compression, mode in cases:
+            eagerly = steps(*way(model_of(mode), compression), by=lambda x: x, at_once=False)
+            for at_once in (False, True):
+                found = steps(*way(model_of(mode), compression), by=compile, at_once=at_once)
+                torch.testing.assert_close(found, eagerly)
+                if way is not by_local_steps:
+                    alike(found)
+        text = "has no buckets whose exchange could be compressed"
+        raises(ValueError, text, lambda: by_ddp(model_of("python_reducer"), strom))
+        if dist.get_rank() == 1:  # what one rank alone has set
+            raises(MismatchError, text, lambda: by_ddp(model_of("python_reducer"), strom))
+        else:
+            raises(MismatchError, text, lambda: by_ddp(model_of(True), strom))
+        model, _ = by_hook(model_of("python_reducer"), strom)
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            loss = torch.compile(lambda: model(torch.ones(2, 5)).sum(), backend="eager")
+            raises(ValueError, text, lambda: loss().backward())
+    finally:
+        torch._dynamo.config.optimize_ddp = True
+        torch._dynamo.reset()
 
 
 def local_steps():

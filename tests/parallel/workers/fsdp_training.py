@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -215,6 +216,88 @@ def dense_is_what_hybrid_sharding_does():
             loss(model, 8).backward()
             found.append(gradients(model))
         torch.testing.assert_close(*found, rtol=0, atol=1e-6)
+
+
+class ScatteredSums:
+    """FSDP's reduce-scatter on gloo, which has no sums of multiples."""
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        if getattr(op, "op", None) == dist.ReduceOp.PREMUL_SUM:
+            input_tensor.mul_(op.factor)
+            op = dist.ReduceOp.SUM
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
+def divide(model, factors, sums=False):
+    """Set the factors of the units in turn; None is what FSDP does by itself."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit, factor in zip(units, itertools.cycle(factors)):
+        unit.set_custom_reduce_scatter(ScatteredSums())
+        unit.set_gradient_divide_factor(factor)
+        unit.set_force_sum_reduction_for_comms(sums)
+
+
+def divided_as_in_hybrid_sharding():
+    """By factors set before and after `compress`, changed between steps, of some units alone."""
+    every = [(None,), (2.0,), (4.0,), (3.0,), (1.0, None, 5.0)]
+    kinds = (
+        (None, 0.0),
+        (torch.bfloat16, 0.02),
+        (torch.float16, 2e-3),
+        (torch.float64, 1e-6),
+    )
+    for (dtype, off), sums in itertools.product(kinds, (False, True)):
+        options = {} if dtype is None else {"mp_policy": MixedPrecisionPolicy(reduce_dtype=dtype)}
+        mesh = mesh_of()
+        plain, ours = sharded(mesh, **options), sharded(mesh["in"], **options)
+        divide(ours, (1.0,), sums)
+        fsdp.compress(ours, None, mesh=mesh)
+        for step, factors in enumerate([(1.0,), *every[3 if dtype else 0 :]]):
+            found = []
+            for model in (plain, ours):
+                if step or model is plain:
+                    divide(model, factors, sums)
+                model.zero_grad()
+                for at in range(2):
+                    model.set_requires_all_reduce(at == 1)
+                    loss(model, 2 * step + at).backward()
+                found.append(gradients(model))
+            off = max(off, 1e-6 * sums)  # a division behind the sum rounds otherwise
+            torch.testing.assert_close(*found, rtol=off, atol=off / 10)
+
+
+def factors_leave_methods_alone():
+    """A factor of all ranks is the mean, to the bit; and residuals are in the units of `p.grad`."""
+    ranks = float(dist.get_world_size())
+    microbatch = VarianceCompressor(alpha=0.5, moments="microbatch")
+    for compression in [*ONE_OF_EACH, *ONE_OF_TODAY, *PRODUCTS, *ROBUST, *BALANCED, microbatch]:
+        found = []
+        for factor in (None, ranks):
+            model, state = chain(compression, backward_passes_per_step=2)
+            divide(model, (factor,))
+            for step in (0, 10):
+                model.zero_grad()
+                passes(model, [step, step + 1], WAYS[0])
+                found.append(gradients(model))
+        assert all(map(torch.equal, found[:2], found[2:])), compression
+    plain, (model, state) = Chain(), chain(StromCompressor(tau=40.0))
+    for unit in (*plain.units[:-1], plain):
+        fully_shard(unit, mesh=mesh_of())
+    sums = []
+    for each in (plain, model):
+        total = torch.zeros(())
+        for step, factor in enumerate((None, 1.0, ranks / 2, None, 8.0)):
+            divide(each, (factor,))
+            each.zero_grad()
+            each(factors(step), EVERY).backward()
+            total = total + each.units[1].weight.grad.to_local()
+        sums.append(total)
+    (kept,) = kept_for(state, "units.1.weight")
+    dist.all_reduce(kept, dist.ReduceOp.AVG, state._replicas.handle)
+    assert kept.any() and torch.equal(sums[0], sums[1] + kept)
 
 
 def passes_are_exchanged_once():
@@ -429,10 +512,10 @@ def not_finite():
     # What one shard of one replica alone finds out.
     exchange = state._run.mark_ready
 
-    def one_shard(p, gradient):
+    def one_shard(p, gradient, weight):
         if dist.get_rank() == 2 and gradient is not None:
             gradient = torch.full_like(gradient, float("inf"))
-        exchange(p, gradient)
+        exchange(p, gradient, weight)
 
     state._run.mark_ready = one_shard
     optimizer.zero_grad()
@@ -498,8 +581,24 @@ def what_cannot_go():
     raises(ValueError, "of two dimensions", lambda: compress(sharded(mesh["in"]), mesh=mesh["in"]))
     raises(ValueError, "itself, dense", lambda: compress(sharded(mesh), mesh=mesh))
     raises(ValueError, "is sharded over ranks", lambda: compress(sharded(mesh["hosts"]), mesh=mesh))
-    half = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float16)}
-    raises(ValueError, "reduce_dtype=torch.float32", lambda: wrapped(None, of_fsdp=half))
+    text = "are several replicas of mesh="
+    raises(ValueError, text, lambda: compress(sharded(None), mesh=mesh))
+    text = "call fully_shard on it, and on its blocks"
+    raises(TypeError, text, lambda: compress(Transformer(), mesh=mesh))
+    parts = nn.ModuleList([sharded(mesh["in"])])
+    raises(TypeError, "whose parts were sharded (0, ", lambda: compress(parts, mesh=mesh))
+    text = "before torch.compile"
+    raises(TypeError, text, lambda: compress(torch.compile(sharded(mesh["in"])), mesh=mesh))
+    plain = DistributedDataParallel(Chain())
+    raises(TypeError, "for it call ddp.compress", lambda: compress(plain, mesh=mesh))
+    raises(TypeError, "call fsdp.compress(model", lambda: ddp.compress(sharded(mesh["in"])))
+    with torch.device("meta"):
+        empty = sharded(mesh["in"])
+    raises(ValueError, "call model.to_empty", lambda: compress(empty, mesh=mesh))
+    outside = sharded(mesh["in"])
+    compress(outside.layers[0], mesh=mesh)
+    text = "the replicas of other units would differ: that at the root, layers.1. Call"
+    raises(ValueError, text, lambda: loss(outside, 0).backward())
     sampled = VarianceCompressor(alpha=1.0, moments="sample")
     raises(ValueError, "pass moments='microbatch' or 'step'", lambda: wrapped(sampled))
     batches = VarianceCompressor(alpha=1.0, moments="microbatch")
@@ -526,6 +625,38 @@ def what_cannot_go():
     if rank == 0:
         state.load_state_dict(saved)
     raises(OutOfStepError, "different steps", lambda: loss(model, 5).backward())
+
+
+def compiled():
+    """The units, or a whole step, by `torch.compile`: ours is left out of it."""
+    traced = torch._dynamo.convert_frame.input_codes
+    trained = []
+    for at_once in (None, False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(1)
+        mesh = mesh_of()
+        model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 4))
+        for unit in (model[0], model[2], model):
+            fully_shard(unit, mesh=mesh["in"])
+        fsdp.compress(model, STROM, mesh=mesh)
+        optimizer = sgd(model)
+        x = torch.randn(6, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+        forward = torch.compile(model, backend="eager") if at_once is False else model
+
+        def step(optimizer=optimizer, forward=forward, x=x):
+            optimizer.zero_grad()
+            forward(x).square().sum().backward()
+            optimizer.step()
+
+        step = torch.compile(step, backend="eager") if at_once else step
+        for _ in range(3):
+            step()
+        files = [code().co_filename for code in traced.seen if code() is not None]
+        assert not [name for name in files if "hvd_gradcomp" in name], files
+        trained.append(vector(model))
+        alike(trained[-1])
+        torch.testing.assert_close(trained[-1], trained[0])
+    torch._dynamo.reset()
 
 
 def waits_as_long():
