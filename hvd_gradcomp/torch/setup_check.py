@@ -45,7 +45,7 @@ def agree(
         framework=f"torch {torch.__version__.partition('+')[0]}",
         horovod=transport.version,
     )
-    description["what is refused"] = str(refused or "nothing")
+    description[config_check.REFUSED] = str(refused or "nothing")
     config_check.agree(group.gather_objects(description, config_check.Description), group.ranks)
     if refused:
         raise refused

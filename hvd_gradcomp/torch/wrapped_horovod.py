@@ -20,6 +20,7 @@ from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer
 from hvd_gradcomp.torch.tensor_exchange import Connection
+from hvd_gradcomp.torch.wrapped_optimizer import refuse_exchanging
 
 
 def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
@@ -99,7 +100,7 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
         MismatchError, OutOfStepError, DivergedError, NonFiniteGradientError: in `step`, on all
             ranks; see `LocalStepsOptimizer.step`.
     """
-    _require_plain(optimizer)
+    refuse_exchanging(optimizer)
     schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
     check_deadline(deadline, schedule)
     ranks = _Ranks("LocalSteps", process_set, hierarchical)
@@ -112,6 +113,9 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
         inner = DistributedOptimizer(
             optimizer, named_parameters, process_set=inside, nonfinite="propagate", scaler=False
         )
+        synchronizer = synchronizer_of(inner)
+        assert synchronizer is not None and synchronizer.check.claim is not None
+        synchronizer.check.claim.drop()  # it is a part of this exchange
     return LocalStepsOptimizer(
         inner,
         named_parameters,
@@ -171,7 +175,7 @@ def MomentumExchange(  # noqa: N802 - beside DistributedOptimizer
         TypeError: the optimizer is another one, or `compression` no compressor.
         MismatchError, OutOfStepError, NonFiniteGradientError: in `step`, on all ranks.
     """
-    _require_plain(optimizer)
+    refuse_exchanging(optimizer)
     ranks = _Ranks("MomentumExchange", process_set, hierarchical)
     return MomentumExchangeOptimizer(
         optimizer,
@@ -183,15 +187,6 @@ def MomentumExchange(  # noqa: N802 - beside DistributedOptimizer
         bucket_bytes=bucket_bytes,
         nonfinite=nonfinite,
     )
-
-
-def _require_plain(optimizer: torch.optim.Optimizer) -> None:
-    """Raise a ValueError if gradients of the optimizer are exchanged already."""
-    if synchronizer_of(optimizer) is not None:
-        raise ValueError(
-            "optimizer= exchanges gradients in each step already: pass the optimizer that "
-            "DistributedOptimizer was made from, over the same parameters"
-        )
 
 
 class _Ranks:

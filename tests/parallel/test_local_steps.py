@@ -15,7 +15,7 @@ MESSAGES = {
     "start": "the global parameters of the ranks differ",
     "steps": "in exchange()",
     "samples": "moments='step'",
-    "exchanges_already": "exchanges gradients in each step already",
+    "exchanges_already": "optimizer= is distributed already: pass the SGD",
     "momenta_of_sgd": "TypeError: MomentumExchange takes",
 }
 
