@@ -937,7 +937,7 @@ def local_steps_of_ddp():
     """
     x = torch.randn(8, 12, generator=torch.Generator().manual_seed(dist.get_rank()))
 
-    def plain_and_wrapped(wrap, make):
+    def plain_and_wrapped(wrap, make, steps=8):
         ends = []
         for of_ddp in (None, *OPTIONS_OF_DDP):
             model = Normed()
@@ -949,7 +949,7 @@ def local_steps_of_ddp():
             if of_ddp is not None and wrap == "after":
                 model = DistributedDataParallel(model, **of_ddp)
             made = []
-            for step in range(20):
+            for step in range(steps):
                 optimizer.zero_grad()
                 if of_ddp is not None:
                     model.require_backward_grad_sync = True  # as loops that accumulate do
@@ -989,9 +989,9 @@ def local_steps_of_ddp():
         def local(model, names, how=how):
             return ddp.LocalSteps(sgd(model), names, 4, AVERAGE, ChunkedTopKCompressor(k=8), **how)
 
-        plain, *others = plain_and_wrapped("before", local)
+        plain, *others = plain_and_wrapped("before", local, 8 if how else 20)
         assert all(torch.equal(plain, other) for other in others)
-        plain_and_wrapped("after", local)
+    plain_and_wrapped("after", local)
 
     def momenta(model, names):
         adam = torch.optim.AdamW(model.parameters(), 0.01)
@@ -1065,19 +1065,18 @@ def two_exchanges():
     assert type(model) is DistributedDataParallel
     train(model, optimizer, 4)
     alike(vector(model))
-    # One rank alone refuses.
+    # One rank alone refuses, when it is made and at its first step.
     model = Model()
-    optimizer = local(model)
-    if dist.get_rank() == 0:
-        model.wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
-        optimizer._claim.check_models = lambda whole: fails("wrapped here alone")
-    raises(MismatchError, "wrapped here alone on rank 0", lambda: train(Model(), optimizer, 1))
-    broken = sgd(Model()) if dist.get_rank() else None
+    given = "adam" if dist.get_rank() == 0 else sgd(model)
     raises(
         MismatchError,
-        "takes a torch.optim.Optimizer, got NoneType on rank 0",
-        lambda: local(Model(), broken or "adam") if not dist.get_rank() else local(Model(), broken),
+        "Optimizer, got str on rank 0, nothing on rank 1",
+        lambda: local(model, given),
     )
+    optimizer = local(model)
+    if dist.get_rank() == 0:
+        optimizer._claim.check_models = lambda whole: fails("wrapped here alone")
+    raises(MismatchError, "wrapped here alone on rank 0", lambda: train(model, optimizer, 1))
 
 
 def fails(text):
