@@ -76,13 +76,15 @@ def switch_off(model: DistributedDataParallel, owner: Any, reason: str) -> None:
     """
     if not isinstance(model, _NotReduced):
         _switched_off[model] = set()
+        if vars(model).get("forward") is _refuse_static_graph:
+            del vars(model)["forward"]
         cls: Any = type(model)
         model.__class__ = _not_reduced(cls)
         if ranks_of(model)[:1] == [dist.get_rank()]:
             LOGGER.warning("%s", reason)
     if id(owner) not in _switched_off[model]:
         _switched_off[model].add(id(owner))
-        weakref.finalize(owner, _let_go, weakref.ref(model), id(owner))
+        weakref.finalize(owner, _let_go, weakref.ref(model), id(owner)).atexit = False
 
 
 def _let_go(reference: weakref.ref[DistributedDataParallel], owner: int) -> None:
