@@ -17,6 +17,7 @@ from hvd_gradcomp.core.version import __version__
 Description = dict[str, str]
 
 STEP = "steps made"
+REFUSED = "what is refused"  # by a rank itself, for the others to hear of
 _SHOWN = 8
 _SOFTWARE = ("hvd_gradcomp", "wire format", "framework", "Horovod")
 

@@ -54,18 +54,22 @@ def out_of_step(states: States, counted: bool = True) -> OutOfStepError | None:
     )
 
 
-def diverged(states: States, what: str, remedy: str) -> DivergedError | None:
+def digests_of(states: States) -> dict[int, int]:
+    """Return the checksum of each rank's global parameters."""
+    return {rank: state.digest for rank, state in states.items()}
+
+
+def diverged(digests: Mapping[int, int], what: str, remedy: str) -> DivergedError | None:
     """Return the error of ranks whose global parameters differ; None if they are equal.
 
     Args:
-        states: of the ranks.
+        digests: of the parameters, by rank.
         what: "parameters" or "variables".
         remedy: how to make them equal at first.
     """
-    digests = {rank: s.digest for rank, s in states.items()}
     if len(set(digests.values())) == 1:
         return None
     return DivergedError(
-        f"the global {what} of the ranks differ before an exchange; digests by rank: {digests}. "
+        f"the global {what} of the ranks differ; digests by rank: {digests}. "
         f"{remedy}, and call restart() on all of them after setting {what} in mid-training"
     )

@@ -11,7 +11,13 @@ from horovod import __version__ as horovod_version
 
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.runtime import config_check
-from hvd_gradcomp.runtime.exchange_state import ExchangeState, States, diverged, out_of_step
+from hvd_gradcomp.runtime.exchange_state import (
+    ExchangeState,
+    States,
+    digests_of,
+    diverged,
+    out_of_step,
+)
 from hvd_gradcomp.tensorflow import checksums, comm
 from hvd_gradcomp.tensorflow.averaging import GradientAverage
 from hvd_gradcomp.tensorflow.fragments import Fragment, RoundCounters
@@ -112,7 +118,7 @@ class ExchangeCheck:
             "Make LocalSteps once all ranks have equal variables, by hvd.broadcast_variables or a "
             "seed"
         )
-        if different := diverged(states, "variables", remedy):
+        if different := diverged(digests_of(states), "variables", remedy):
             raise different
         if alone := [rank for rank, state in states.items() if state.fault]:
             raise RuntimeError(

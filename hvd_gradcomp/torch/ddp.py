@@ -42,9 +42,11 @@ from hvd_gradcomp.torch import ddp_checkpoint, inspection, setup_check
 from hvd_gradcomp.torch.autograd_callbacks import after_backward, backward_id
 from hvd_gradcomp.torch.bucket import Named, as_real
 from hvd_gradcomp.torch.bucketing import BucketPlanner, layers_of
+from hvd_gradcomp.torch.claims import Claim
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step, sparse_allreduce
 from hvd_gradcomp.torch.comm.hosts import participants_among, setting_of
 from hvd_gradcomp.torch.ddp_elastic import Elastic, ElasticState
+from hvd_gradcomp.torch.ddp_reduction import models_of, reduced_parameters
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
 from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.moments.tracker import track_moments
@@ -156,20 +158,14 @@ def _made_for(given: Any, parameter: torch.nn.Parameter) -> CompressionState:
     model = _models.get(parameter, lambda: None)()
     if model is None:
         gc.collect()  # a model that nobody uses any more is none
-        found = [
-            each
-            for each in gc.get_objects()
-            if issubclass(type(each), DistributedDataParallel)
-            and "_modules" in vars(each)  # else its own constructor has failed
-            and any(p is parameter for p in each.parameters())
-        ]
-        if len(found) != 1:
+        models = models_of([parameter])
+        if len(models) != 1:
             raise ValueError(
-                f"{len(found)} models of DistributedDataParallel have the parameter whose gradient "
-                f"came, so it cannot be told which one {given} is for: call "
+                f"{len(models)} models of DistributedDataParallel have the parameter whose "
+                f"gradient came, so it cannot be told which one {given} is for: call "
                 "ddp.compress(model, compressor) instead of giving ddp.hook a compressor"
             )
-        (model,) = found
+        (model,) = models
         CompressionState(model, _Given(given))._belongs_to(model)
         for p in model.parameters():
             _models[p] = weakref.ref(model)
@@ -233,10 +229,10 @@ class CompressionState:
             `p.grad` is None from the time its bucket is released until backward ends.
 
     Raises:
-        TypeError: the model or `compression` is something else.
+        TypeError: the model or `compression` is something else, or the model is sharded.
         ValueError: the compressor cannot take these layers; it corrects momentum, but has neither
-            an optimizer nor `momentum=`; moments are not set up; on all ranks, if hosts are not as
-            `hierarchical` needs them.
+            an optimizer nor `momentum=`; moments are not set up; an optimizer exchanges the same
+            parameters; on all ranks, if hosts are not as `hierarchical` needs them.
         MismatchError: on all ranks, if they do not train the same model in the same way.
     """
 
@@ -272,8 +268,10 @@ class CompressionState:
         self._transport = C10dBackend(self._group, "ddp")
         as_dense = sparse_as_dense is not False
         tables = set() if as_dense else _tables(model)
-        named = [(name, p) for name, p in _reduced(model) if p not in tables]
-        beside = [(name, p) for name, p in _reduced(model) if p in tables]
+        reduced = reduced_parameters(model)
+        named = [(name, p) for name, p in reduced if p not in tables]
+        beside = [(name, p) for name, p in reduced if p in tables]
+        self._claim = Claim("ddp.compress", [p for _, p in reduced], self._group, by_hook=True)
         compressor: Any = compression
         own: tuple[float, bool] | None = None
         refused: Exception | None = None  # by this rank; the others must hear of it
@@ -289,6 +287,7 @@ class CompressionState:
             self._run = self._make_reducer(
                 named, beside, compressor, participants, options, release_buckets
             )
+            self._claim.take()
         except (TypeError, ValueError) as error:
             refused = error
         settings = (
@@ -423,16 +422,6 @@ class CompressionState:
             CheckpointError: it is of another format, compressor, model or number of ranks.
         """
         ddp_checkpoint.load(self._run, saved)
-
-
-def _reduced(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
-    """Return the (name, parameter) pairs that DDP reduces."""
-    ignored = set(getattr(model, "parameters_to_ignore", ()))
-    return [
-        (name, p)
-        for name, p in model.module.named_parameters()
-        if p.requires_grad and name not in ignored
-    ]
 
 
 def _require_buckets(model: DistributedDataParallel) -> None:

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.nn.parallel import DistributedDataParallel
 
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.runtime.elastic import Lost
@@ -106,7 +107,7 @@ class ElasticState:
             schedulers. They are pickled.
 
     Raises:
-        TypeError: the optimizer is another one.
+        TypeError: the optimizer is another one, or the model is wrapped.
         ValueError: it has a deadline; or an object has the name of what is here already.
 
     Attributes:
@@ -121,6 +122,11 @@ class ElasticState:
             raise TypeError(
                 f"optimizer= takes that of ddp.LocalSteps, got {type(optimizer).__name__}: where "
                 "ranks exchange in every step, use Horovod's elastic, or torchrun and checkpoints"
+            )
+        if isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                "model= takes a plain module: DistributedDataParallel does not outlive the process "
+                "group of its ranks, which ddp.Elastic makes anew when ranks change"
             )
         group = optimizer.all_reducers[0].participants.process_set
         if not isinstance(group, ProcessGroup):

@@ -34,6 +34,7 @@ from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch import ddp_checkpoint, inspection, setup_check
 from hvd_gradcomp.torch.bucketing import BucketPlanner
+from hvd_gradcomp.torch.claims import Claim
 from hvd_gradcomp.torch.comm.c10d import VERIFY, C10dBackend, ProcessGroup, out_of_step
 from hvd_gradcomp.torch.fsdp_exchange import ShardExchange
 from hvd_gradcomp.torch.fsdp_units import FSDPModule, Shard, Unit, groups_of, units_of
@@ -145,6 +146,7 @@ class ShardedCompression:
         TypeError: the model or `compression` is something else.
         ValueError: the mesh does not fit the model; a unit has parameters of several meshes,
             or is offloaded to the CPU; the compressor cannot take these layers.
+        ValueError: something else exchanges the model, such as `DistributedDataParallel`.
         MismatchError: on all ranks, if they do not train the same model in the same way.
     """
 
@@ -189,6 +191,9 @@ class ShardedCompression:
             compressor, own = resolve_compressor(compression, optimizer)
             _check_moments(compressor, backward_passes_per_step)
             self._run = self._make_reducer(shards, compressor, options)
+            parameters = [s.held.sharded_param for s in shards]
+            self._claim = Claim("fsdp.compress", parameters, self._replicas, sharded=True)
+            self._claim.take()
         except (TypeError, ValueError) as error:
             refused = error
         settings = f"{backward_passes_per_step=}, {batch_size=}, {bucket_bytes=}, {nonfinite=}"

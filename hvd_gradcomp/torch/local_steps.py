@@ -60,6 +60,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
         uncommitted: what has been exchanged, and may be applied on no rank or on all.
     """
 
+    _ranks_differ = True
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -103,6 +105,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
             [(name, b) for name, b in named_buffers or () if b.is_floating_point()],
             clock,
         )
+        self._claim_parameters("LocalSteps", named)
 
     def __repr__(self) -> str:
         return f"LocalSteps({self.schedule}, {self.inner!r})"
@@ -115,12 +118,15 @@ class LocalStepsOptimizer(WrappedOptimizer):
 
         Raises:
             OutOfStepError: on all ranks, if they have made different numbers of steps.
-            DivergedError: on all ranks, if their global parameters differ.
-            MismatchError: on all ranks, in the first exchange, if they train different models.
+            DivergedError: on all ranks, if their global parameters differ, in the first step too.
+            MismatchError: on all ranks, in the first step, if they train different models.
+            TypeError, ValueError: in the first step, on all ranks, if the model was sharded since,
+                or something else exchanges it.
             NonFiniteGradientError: on all ranks, if the parameters of one of them are not finite;
                 with nonfinite="skip" all ranks go back to the global parameters instead.
         """
-        self._rounds.begin_step()
+        self._check_superseded()
+        self._rounds.begin_step(self._refusal)
         found_inf = self.unscale()
         if self._rounds.progress.warms_up:
             loss = loss_of(closure)
@@ -143,7 +149,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
             OutOfStepError: on all ranks, if others are in the exchange of a step; with a deadline
                 it waits for them instead.
         """
-        self._rounds.exchange()
+        self._check_superseded()
+        self._rounds.exchange(self._refusal)
 
     def restart(self) -> None:
         """Take this rank's parameters as the global ones, after they were set in mid-training.

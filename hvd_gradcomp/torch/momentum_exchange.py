@@ -19,7 +19,10 @@ from hvd_gradcomp.algorithms.dense import NoneCompressor, as_compressor
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.runtime.exchange_state import diverged
 from hvd_gradcomp.torch.fixed_variance import FixedVarianceAdam
+from hvd_gradcomp.torch.local.comparison import REMEDY
+from hvd_gradcomp.torch.local.fragment import digest as digest_of
 from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.step_sync import OutOfStepError
@@ -100,6 +103,8 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         self._warmup = WarmUp(optimizer, parameters, exchange("gradients", NoneCompressor()))
         self._momenta = exchange("momenta", compressor)
         self.steps_made = self._skipped = 0
+        self._compared = False  # since these ranks take part
+        self._claim_parameters("MomentumExchange", self._named)
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -110,9 +115,13 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         Raises:
             OutOfStepError: on all ranks, if they are in different steps.
             MismatchError: on all ranks, in the first step, if they train different models.
+            DivergedError: on all ranks, in the first step, if their parameters differ.
+            TypeError, ValueError: in the first step, on all ranks, if the model was sharded since,
+                or something else exchanges it.
             NonFiniteGradientError: on all ranks, if a gradient of one of them is not finite; not
                 with nonfinite="skip", nor with a GradScaler: then all ranks skip the step.
         """
+        self._check_superseded()
         loss = loss_of(closure)
         self.unscale()
         warm = self.steps_taken < self._warmup_steps
@@ -138,8 +147,12 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         return self._momenta.finish()
 
     def _compare(self, exchange: TensorExchange) -> None:
-        known = {p for _, p in self._named}
-        every = self._sync.gather([self.steps_made, self._skipped, thawed(self.inner, known)])
+        known, digest = {p for _, p in self._named}, 0
+        if not self._compared:
+            self._sync.compare_settings(self._settings, self._refusal())
+            digest = digest_of(torch.clone(p.detach()).contiguous() for p in known)
+        words = [self.steps_made, self._skipped, thawed(self.inner, known), digest]
+        every = self._sync.gather(words)
         if len({tuple(words[:2]) for words in every.values()}) > 1:
             self._sync.compare_settings(self._settings)
             listed = ", ".join(f"rank {rank} after {made}" for rank, (made, *_) in every.items())
@@ -149,6 +162,14 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
             )
         refuse_thawed({rank: words[2] for rank, words in every.items()})
         exchange.agree()
+        digests = {rank: words[3] for rank, words in every.items()}
+        if different := diverged(digests, "parameters", REMEDY):
+            raise different
+        self._compared = True
+
+    def compare_again(self) -> None:
+        super().compare_again()
+        self._compared = False
 
     # -- what it keeps, and what it has done ---------------------------------------------------
 

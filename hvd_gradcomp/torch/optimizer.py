@@ -19,6 +19,7 @@ from hvd_gradcomp.core import validate
 from hvd_gradcomp.runtime import hierarchy
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch.bucketing import BucketPlanner
+from hvd_gradcomp.torch.claims import Claim
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, TrainedParameters, groups_of
 from hvd_gradcomp.torch.momentum import LOGGER, MomentumTransfer, resolve_compressor
@@ -27,6 +28,7 @@ from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.sparse_grads import SparseGradients
 from hvd_gradcomp.torch.step_sync import ConfigCheck
+from hvd_gradcomp.torch.wrapped_optimizer import refuse_exchanging
 
 _SEAM = ("_register_hooks", "synchronize", "step", "zero_grad")
 
@@ -114,8 +116,11 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     Raises:
         ValueError: Horovod is not initialised; `op` is neither Average nor Sum; groups are
             requested; names are missing or repeated; a parameter cannot be compressed; hosts or
-            Horovod do not meet the needs of `hierarchical`; the optimizer is distributed already.
-        TypeError: `compression` is no compressor, or `optimizer` no optimizer.
+            Horovod do not meet the needs of `hierarchical`; the optimizer is distributed already;
+            something else exchanges the parameters, such as `DistributedDataParallel`, which is
+            also searched at the first step.
+        TypeError: `compression` is no compressor, or `optimizer` no optimizer; the model is
+            sharded.
         MismatchError: at the first step, on all ranks, if they do not train the same model.
         GradientChangedError: in the next backward, `step` or `synchronize`, if a gradient was
             changed before it was reduced (on all ranks), or on a rank while others had called
@@ -126,11 +131,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer= takes a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if type(optimizer).__module__ == _stock.__name__:
-        raise ValueError(
-            f"optimizer= is distributed already: pass the {type(optimizer).__name__} that it was "
-            "made from, or make another one over the same parameters"
-        )
+    refuse_exchanging(optimizer)
     validate.count("verify_every", verify_every)
     validate.exchange(
         "DistributedOptimizer",
@@ -201,6 +202,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     reducer = Reducer(
         planner, transport, participants, options, prescale=prescale, postscale=postscale
     )
+    claim = Claim("hvd.DistributedOptimizer", reducer.parameters, process_set)
+    claim.take()
     transfer = None
     if own is not None:
         transfer = MomentumTransfer(distributed, *own)
@@ -216,7 +219,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         TrainedParameters(
             distributed._parameter_names, groups_of(distributed), backward_passes_per_step
         ),
-        ConfigCheck(reducer, settings),
+        ConfigCheck(reducer, settings, claim),
         SparseGradients(
             reducer,
             comm_horovod.sparse_allreduce,

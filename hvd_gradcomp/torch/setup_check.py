@@ -12,7 +12,7 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 
-_REFUSED, _NOTHING = "what is refused", "nothing"
+_NOTHING = "nothing"
 
 
 def agree(
@@ -47,10 +47,10 @@ def agree(
         framework=f"torch {torch.__version__.partition('+')[0]}",
         horovod=transport.version,
     )
-    description[_REFUSED] = str(refused or _NOTHING)
+    description[config_check.REFUSED] = str(refused or _NOTHING)
     every = group.gather_objects(description, config_check.Description)
-    refusals = [{_REFUSED: each[_REFUSED]} for each in every]
-    refusing = [each[_REFUSED] != _NOTHING for each in every]
+    refusals = [{config_check.REFUSED: each[config_check.REFUSED]} for each in every]
+    refusing = [each[config_check.REFUSED] != _NOTHING for each in every]
     if all(refusing):  # whose texts may differ, since each names what it has
         assert refused is not None
         raise refused

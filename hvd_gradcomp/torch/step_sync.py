@@ -34,6 +34,7 @@ from hvd_gradcomp.ops import PayloadError
 from hvd_gradcomp.runtime import config_check, errors
 from hvd_gradcomp.runtime.errors import OutOfStepError as OutOfStepError
 from hvd_gradcomp.runtime.stall_inspector import StallChannel
+from hvd_gradcomp.torch.claims import Claim
 from hvd_gradcomp.torch.reducer import Reducer
 
 # Flags of a layer's code.
@@ -278,13 +279,15 @@ class ConfigCheck:
     Args:
         reducer: of this rank.
         settings: that must be equal on all ranks, besides those of the reducer.
+        claim: of the reducer to its parameters, which is checked once more; None for none.
 
     Attributes:
+        claim: as given.
         reached: the ranks have agreed, and nothing has changed since.
     """
 
-    def __init__(self, reducer: Reducer, settings: str) -> None:
-        self._reducer, self._settings = reducer, settings
+    def __init__(self, reducer: Reducer, settings: str, claim: Claim | None = None) -> None:
+        self._reducer, self._settings, self.claim = reducer, settings, claim
         self.reached = False
 
     def description(self) -> config_check.Description:
@@ -300,15 +303,24 @@ class ConfigCheck:
         )
 
     def agree(self) -> None:
-        """Compare the descriptions of all ranks, once before the first collective."""
+        """Compare the descriptions of all ranks, once before the first collective.
+
+        Raises:
+            MismatchError: on all ranks, if they differ.
+            Exception: that of the claim, on all ranks that have it.
+        """
         if self.reached:
             return
         mine, reducer = self.description(), self._reducer
+        refusal = None if self.claim is None else self.claim.refusal()
+        mine = {**mine, config_check.REFUSED: str(refusal or "nothing")}
         if not reducer.planner.compressor.is_linear:  # sums are the same in every step
             mine = {**mine, config_check.STEP: str(reducer.steps)}
         every = self.gather(mine, config_check.Description)
         participants = reducer.participants
         config_check.agree(every, participants.process_set.ranks)
+        if refusal is not None:
+            raise refusal
         if participants.place is not None:
             with self._named("the exchange of what the ranks train"):
                 _ = participants.groups  # all ranks are here together

@@ -64,14 +64,22 @@ class RankSync:
     def __init__(self, connection: Connection, device: torch.device) -> None:
         self._connection, self._device = connection, device
 
-    def compare_settings(self, settings: str) -> None:
+    def compare_settings(self, settings: str, refusal: Exception | None = None) -> None:
         """Compare settings, on all ranks.
 
+        Args:
+            settings: of this rank.
+            refusal: error with which this rank refuses to go on; None if it does not.
+
         Raises:
-            MismatchError: on all ranks, if they differ.
+            MismatchError: on all ranks, if they differ, or some ranks alone refuse.
+            Exception: the one with which this rank refuses, if all ranks refuse alike.
         """
-        every = self._gather({"settings": settings}, dict[str, str])
+        mine = {"settings": settings, config_check.REFUSED: str(refusal or "nothing")}
+        every = self._gather(mine, config_check.Description)
         config_check.agree(every, self._connection.participants.process_set.ranks)
+        if refusal is not None:
+            raise refusal
 
     def gather(self, words: list[int]) -> dict[int, list[int]]:
         """Gather as many numbers from every rank, by rank; at most seven.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hvd_gradcomp.algorithms.local_steps import AVERAGING, LocalSchedule, check_deadline
+from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch import ddp_checkpoint
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
@@ -17,6 +18,9 @@ from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.tensor_exchange import Connection
+from hvd_gradcomp.torch.wrapped_optimizer import refuse_exchanging
+
+T = TypeVar("T")
 
 
 def LocalSteps(  # noqa: N802 - as over Horovod
@@ -39,10 +43,11 @@ def LocalSteps(  # noqa: N802 - as over Horovod
     """Wrap an optimizer so that each rank steps alone, and ranks exchange every so many steps.
 
     As `hvd_gradcomp.torch.LocalSteps`, over `torch.distributed`. All ranks of the group call it.
-    The model is a plain module: with `DistributedDataParallel` around it ranks would exchange in
-    every step as well. Where ranks of a host are to do so, give `DistributedDataParallel` the group
-    of the host's ranks, and `process_group` here one rank of each host, in as many groups as a host
-    has ranks.
+    If `DistributedDataParallel` is around the model, now or by the first step, its reduction and
+    its broadcast of buffers are switched off for as long as the result lives. It is left on if the
+    two have a single rank in common: where ranks of a host are to reduce in each step, give
+    `DistributedDataParallel` the group of the host's ranks, and `process_group` here one rank of
+    each host, in as many groups as a host has ranks. Sharded models are refused.
 
     Args:
         optimizer, named_parameters, every, outer, compression: as over Horovod.
@@ -57,21 +62,28 @@ def LocalSteps(  # noqa: N802 - as over Horovod
         ValueError: `torch.distributed` is not initialized; and as over Horovod.
         TypeError, MismatchError, OutOfStepError, DivergedError, NonFiniteGradientError: as there.
     """
-    schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
-    check_deadline(deadline, schedule)
-    return LocalStepsOptimizer(
-        optimizer,
-        named_parameters,
-        _connections("LocalSteps", process_group),
-        schedule,
-        outer,
-        compression,
-        named_buffers=named_buffers,
-        bucket_bytes=bucket_bytes,
-        nonfinite=nonfinite,
-        deadline=deadline,
-        connect_clock=lambda: _connections("LocalSteps", process_group)("rounds"),
-    )
+    group = _group_of("LocalSteps", process_group)
+    clock_group = None if deadline is None else _group_of("LocalSteps", process_group)
+
+    def make() -> LocalStepsOptimizer:
+        refuse_exchanging(optimizer)
+        schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
+        check_deadline(deadline, schedule)
+        return LocalStepsOptimizer(
+            optimizer,
+            named_parameters,
+            _connections(group),
+            schedule,
+            outer,
+            compression,
+            named_buffers=named_buffers,
+            bucket_bytes=bucket_bytes,
+            nonfinite=nonfinite,
+            deadline=deadline,
+            connect_clock=lambda: _connections(clock_group or group)("rounds"),
+        )
+
+    return _make_on_all(group, make)
 
 
 def MomentumExchange(  # noqa: N802 - as over Horovod
@@ -86,8 +98,8 @@ def MomentumExchange(  # noqa: N802 - as over Horovod
 ) -> MomentumExchangeOptimizer:
     """Wrap Adam or AdamW so that its momentum is exchanged compressed, instead of gradients.
 
-    As `hvd_gradcomp.torch.MomentumExchange`, over `torch.distributed`. The model is a plain module:
-    `DistributedDataParallel` would exchange gradients as well.
+    As `hvd_gradcomp.torch.MomentumExchange`, over `torch.distributed`. The reduction of a
+    `DistributedDataParallel` around the model is switched off, as by `LocalSteps`.
 
     Args:
         optimizer, named_parameters, compression: as over Horovod.
@@ -101,26 +113,55 @@ def MomentumExchange(  # noqa: N802 - as over Horovod
         ValueError: `torch.distributed` is not initialized; and as over Horovod.
         TypeError, MismatchError, OutOfStepError, NonFiniteGradientError: as there.
     """
-    return MomentumExchangeOptimizer(
-        optimizer,
-        named_parameters,
-        _connections("MomentumExchange", process_group),
-        compression,
-        warmup_steps,
-        bucket_bytes=bucket_bytes,
-        nonfinite=nonfinite,
-    )
+    group = _group_of("MomentumExchange", process_group)
+
+    def make() -> MomentumExchangeOptimizer:
+        refuse_exchanging(optimizer)
+        return MomentumExchangeOptimizer(
+            optimizer,
+            named_parameters,
+            _connections(group),
+            compression,
+            warmup_steps,
+            bucket_bytes=bucket_bytes,
+            nonfinite=nonfinite,
+        )
+
+    return _make_on_all(group, make)
 
 
-def _connections(what: str, process_group: Any) -> Callable[[str], Connection]:
-    """Return what connects the ranks of a group; all of them call it.
+def _group_of(function: str, process_group: Any) -> ProcessGroup:
+    """Make a group over the same ranks; all of them call it.
 
     Raises:
         ValueError: `torch.distributed` is not initialized.
     """
     if not dist.is_initialized():
-        raise ValueError(f"call torch.distributed.init_process_group() before ddp.{what}(...)")
-    group = ProcessGroup(process_group)
+        raise ValueError(f"call torch.distributed.init_process_group() before ddp.{function}(...)")
+    return ProcessGroup(process_group)
+
+
+def _make_on_all(group: ProcessGroup, make: Callable[[], T]) -> T:
+    """Make an optimizer on all ranks of a group, or on none of them.
+
+    Raises:
+        MismatchError: on all ranks, if some of them refuse to, or in another way.
+        TypeError, ValueError: the error of `make`, if all ranks refuse alike.
+    """
+    refused: Exception | None = None
+    try:
+        optimizer = make()
+    except (TypeError, ValueError) as error:
+        refused = error
+    description = {config_check.REFUSED: str(refused or "nothing")}
+    config_check.agree(group.gather_objects(description, config_check.Description), group.ranks)
+    if refused is not None:
+        raise refused
+    return optimizer
+
+
+def _connections(group: ProcessGroup) -> Callable[[str], Connection]:
+    """Return what connects the ranks of a group."""
     participants = Participants(group)
 
     def connect(part: str) -> Connection:

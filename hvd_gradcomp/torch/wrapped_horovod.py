@@ -20,6 +20,7 @@ from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer
 from hvd_gradcomp.torch.tensor_exchange import Connection
+from hvd_gradcomp.torch.wrapped_optimizer import refuse_exchanging
 
 
 def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
@@ -52,6 +53,10 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
     Parameters, and the inner optimizer's state, differ between ranks from one exchange to the next.
     Evaluate and save the model after an exchange: the schedule's, or `optimizer.exchange()`, which
     all ranks call. `hvd.verify(optimizer)` compares the global parameters.
+
+    The reduction of a `DistributedDataParallel` around the model is switched off for as long as the
+    result lives. Another exchange of the same parameters between these ranks is an error, and so is
+    a sharded model. Ranks wait for each other in the first step, and compare their parameters.
 
     Works with accumulated gradients, clipping, autocast and `GradScaler` (a step that it skips
     counts, so ranks stay together), and with schedulers of the result (inner) and of
@@ -100,7 +105,7 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
         MismatchError, OutOfStepError, DivergedError, NonFiniteGradientError: in `step`, on all
             ranks; see `LocalStepsOptimizer.step`.
     """
-    _require_plain(optimizer)
+    refuse_exchanging(optimizer)
     schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
     check_deadline(deadline, schedule)
     ranks = _Ranks("LocalSteps", process_set, hierarchical)
@@ -113,6 +118,9 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
         inner = DistributedOptimizer(
             optimizer, named_parameters, process_set=inside, nonfinite="propagate", scaler=False
         )
+        synchronizer = synchronizer_of(inner)
+        assert synchronizer is not None and synchronizer.check.claim is not None
+        synchronizer.check.claim.drop()  # it is a part of this exchange
     return LocalStepsOptimizer(
         inner,
         named_parameters,
@@ -172,7 +180,7 @@ def MomentumExchange(  # noqa: N802 - beside DistributedOptimizer
         TypeError: the optimizer is another one, or `compression` no compressor.
         MismatchError, OutOfStepError, NonFiniteGradientError: in `step`, on all ranks.
     """
-    _require_plain(optimizer)
+    refuse_exchanging(optimizer)
     ranks = _Ranks("MomentumExchange", process_set, hierarchical)
     return MomentumExchangeOptimizer(
         optimizer,
@@ -184,15 +192,6 @@ def MomentumExchange(  # noqa: N802 - beside DistributedOptimizer
         bucket_bytes=bucket_bytes,
         nonfinite=nonfinite,
     )
-
-
-def _require_plain(optimizer: torch.optim.Optimizer) -> None:
-    """Raise a ValueError if gradients of the optimizer are exchanged already."""
-    if synchronizer_of(optimizer) is not None:
-        raise ValueError(
-            "optimizer= exchanges gradients in each step already: pass the optimizer that "
-            "DistributedOptimizer was made from, over the same parameters"
-        )
 
 
 class _Ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from hvd_gradcomp.monitoring.stats import CompressionStats, combined
 from hvd_gradcomp.torch.amp import unscale
 from hvd_gradcomp.torch.bucket import Named
+from hvd_gradcomp.torch.claims import Claim
 from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.tensor_exchange import TensorExchange
@@ -29,10 +31,10 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
 
     Raises:
         TypeError: it is no optimizer.
-        ValueError: it exchanges already.
     """
 
     _step_supports_amp_scaling = True  # as PyTorch calls it
+    _ranks_differ = False  # between exchanges
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # Options, groups and state are the inner optimizer's: nothing of the base class is set up.
@@ -40,15 +42,53 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
             raise TypeError(
                 f"optimizer= takes a torch.optim.Optimizer, got {type(optimizer).__name__}"
             )
-        if isinstance(optimizer, WrappedOptimizer):
-            raise ValueError("optimizer= exchanges already: pass the one inside of it")
         self.inner = optimizer
 
     def __getattr__(self, name: str) -> Any:
         """Return what the inner optimizer has, such as its hooks."""
-        if name in ("inner", "found_inf", "grad_scale"):
+        if name in ("inner", "_claim", "found_inf", "grad_scale"):
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+    # -- what it claims ------------------------------------------------------------------------
+
+    def _claim_parameters(self, function: str, named: Named) -> None:
+        """Claim the parameters; the last act of a constructor.
+
+        Args:
+            function: that the user has called.
+            named: what is exchanged.
+
+        Raises:
+            TypeError: the model is sharded.
+            ValueError: something else exchanges it.
+        """
+        reducer = self.all_reducers[0]
+        frontend = "hvd" if reducer.transport.library == "Horovod" else "ddp"
+        ranks = reducer.participants.process_set
+        claim = Claim(f"{frontend}.{function}", [p for _, p in named], ranks, in_step=True)
+        claim.take()
+        self._claim = claim
+
+    def _check_superseded(self) -> None:
+        """Raise a RuntimeError if the parameters are another optimizer's by now."""
+        if self._claim.superseded:
+            raise RuntimeError(
+                f"another {self._claim.name} was made since over the same parameters, and "
+                "exchanges them: step that one alone"
+            )
+
+    def _refusal(self) -> Exception | None:
+        """Return the error of what was done to the model or to this optimizer since it was made."""
+        library = _library_of(self) if self._ranks_differ else None
+        if library is not None:
+            return TypeError(
+                f"{self._claim.name} was handed to {library}, which evaluates and saves the model "
+                "between exchanges, when it is another one on each rank. Local steps do not go "
+                "with Lightning, Accelerate and the Trainer of Transformers yet: train in a loop "
+                "of your own, or compress gradients by trainers.compress"
+            )
+        return self._claim.refusal([p for group in self.param_groups for p in group["params"]])
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -148,6 +188,36 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         if scale is not None:
             unscale(self.param_groups, scale)
         return found is not None and bool(found)
+
+
+def _library_of(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the library that steps an optimizer in a wrapper of its own; None if none does."""
+    for each in gc.get_objects():
+        if type(each).__name__ in ("AcceleratedOptimizer", "LightningOptimizer"):
+            wrapped = vars(each)
+            if optimizer in (wrapped.get("optimizer"), wrapped.get("_optimizer")):
+                return type(each).__module__.partition(".")[0].capitalize()
+    return None
+
+
+def refuse_exchanging(optimizer: torch.optim.Optimizer) -> None:
+    """Raise a ValueError if an optimizer exchanges by itself, or is no plain one."""
+    if isinstance(optimizer, WrappedOptimizer):
+        raise ValueError(
+            f"optimizer= exchanges already, as a {type(optimizer).__name__}: pass the plain one "
+            "inside of it"
+        )
+    module, name = type(optimizer).__module__, type(optimizer).__name__
+    if module == "horovod.torch.optimizer":  # stock, and ours
+        raise ValueError(
+            f"optimizer= is distributed already: pass the {name} that it was made from, or make "
+            "another one over the same parameters"
+        )
+    if module.partition(".")[0] in ("accelerate", "lightning", "pytorch_lightning"):
+        raise ValueError(
+            f"optimizer= is the {name} of a library, which leaves out steps by itself: pass the "
+            "plain optimizer that the library has wrapped"
+        )
 
 
 def named_of(

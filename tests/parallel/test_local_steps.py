@@ -15,7 +15,10 @@ MESSAGES = {
     "start": "the global parameters of the ranks differ",
     "steps": "in exchange()",
     "samples": "moments='step'",
-    "exchanges_already": "exchanges gradients in each step already",
+    "exchanges_already": "optimizer= is distributed already: pass the SGD",
+    "twice": "hvd.DistributedOptimizer and hvd.LocalSteps would both exchange the same parameters",
+    "around_ddp": "hvd.DistributedOptimizer and DistributedDataParallel would both exchange",
+    "wrapped_by_ddp_later": "and DistributedDataParallel would both exchange the same parameters",
     "momenta_of_sgd": "TypeError: MomentumExchange takes",
 }
 
@@ -44,6 +47,7 @@ def test_torch_over_horovod(ranks, backend, tmp_path):
         shared, found, end = result["consolidated"]
         assert shared == found
         assert end == results[0]["consolidated"][2]
+        assert len(set(result["ddp"])) == 1
         assert result["handed out"] == results[0]["handed out"]
         assert result["skipped"] == results[0]["skipped"]
         for name, (steps, *end) in result["slow"].items():

@@ -146,10 +146,10 @@ def test_a_rank_that_stands_still_holds_the_others_no_longer_than_it_must():
 
     def work(rank):
         parameter, optimizer = optimizer_of(rank, 0.05, every=2)
+        step(parameter, optimizer, numbers(rank.rank, 0))  # where all meet
         if rank.rank == 1:
             assert entered.wait(10)
-        for number in range(2):
-            step(parameter, optimizer, numbers(rank.rank, number))
+        step(parameter, optimizer, numbers(rank.rank, 1))
         began = time.monotonic()
         while optimizer.rounds < 1:
             if rank.rank == 0 and time.monotonic() - began > 0.02:

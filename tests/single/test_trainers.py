@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hvd_gradcomp import QSGDCompressor
-from hvd_gradcomp.torch import trainers
+from hvd_gradcomp import OuterSGD, QSGDCompressor
+from hvd_gradcomp.torch import ddp, trainers
 
 
 def test_another_loop_is_told_what_to_do():
@@ -112,3 +112,39 @@ def test_an_accelerator_of_a_single_process():
     assert accelerator.prepare_model(model, evaluation_mode=True) is model
     with pytest.raises(TypeError, match=r"its type is Linear\. Start several ranks"):
         accelerator.prepare_model(model)
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """Stand-in for Accelerate's, which leaves out the steps of accumulated gradients."""
+
+    __module__ = "accelerate.optimizer"
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        self.optimizer.step()
+
+
+def test_local_steps_in_a_library_that_evaluates_between_exchanges(one_process):
+    model = nn.Linear(2, 2)
+    adam = torch.optim.Adam(model.parameters())
+    local = ddp.LocalSteps(adam, model.named_parameters(), 3, OuterSGD(1, 0))
+    prepared = AcceleratedOptimizer(local)
+    with pytest.raises(TypeError, match=r"ddp\.LocalSteps was handed to Accelerate, which"):
+        prepared.step()
+    for make in (ddp.LocalSteps, ddp.MomentumExchange):
+        with pytest.raises(ValueError, match="AcceleratedOptimizer of a library"):
+            make(AcceleratedOptimizer(adam))
+    momenta = ddp.MomentumExchange(adam, model.named_parameters(), None, warmup_steps=1)
+    model(torch.ones(2)).sum().backward()
+    AcceleratedOptimizer(momenta).step()  # ranks are equal after each step
+    assert momenta.steps_made == 1
+
+
+def test_an_elastic_state_takes_no_wrapped_model(one_process):
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = ddp.LocalSteps(sgd, model.named_parameters(), 3, OuterSGD(1, 0))
+    with pytest.raises(TypeError, match="takes a plain module: DistributedDataParallel"):
+        ddp.ElasticState(model, optimizer)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Optional
 
 import torch
 
-from hvd_gradcomp.runtime.exchange_state import ExchangeState, States, diverged, out_of_step
+from hvd_gradcomp.runtime.exchange_state import (
+    ExchangeState,
+    States,
+    digests_of,
+    diverged,
+    out_of_step,
+)
 from hvd_gradcomp.torch.local.fragment import Fragment
 from hvd_gradcomp.torch.tensor_exchange import RankSync, TensorExchange
 from hvd_gradcomp.torch.wrapped_optimizer import refuse_thawed, thawed
 
-_REMEDY = "Give all ranks the same parameters at first, by broadcast_parameters or a seed"
+Refusal = Callable[[], Optional[Exception]]  # the error with which a rank refuses to begin
+REMEDY = "Give all ranks the same parameters at first, by broadcast_parameters or a seed"
 
 
 class ExchangeComparison:
@@ -76,6 +84,31 @@ class ExchangeComparison:
         exchange.agree()
         return every
 
+    def compare_start(
+        self,
+        number: int,
+        digests: Sequence[int],
+        exchanges: Sequence[TensorExchange],
+        refusal: Refusal,
+    ) -> None:
+        """Compare what the ranks begin with, before the first step: nothing is lost by an error.
+
+        Args:
+            number: a negative one, which no exchange has.
+            digests: of the global parameters of each fragment.
+            exchanges: that the ranks will make.
+            refusal: returns the error with which this rank refuses to begin, if it does.
+
+        Raises:
+            MismatchError: on all ranks, if they train different models, or in another way.
+            DivergedError: on all ranks, if their global parameters differ.
+            Exception: that of `refusal`.
+        """
+        self._sync.compare_settings(self.settings, refusal())
+        for exchange in exchanges:
+            exchange.agree()
+        self._gather(ExchangeState(number, 0, 0, 0, 0, sum(digests), 0), counts_steps=False)
+
     def compare_loaded(self, number: int, clock: int, loaded: int) -> None:
         """Compare where the ranks go on after a load.
 
@@ -97,7 +130,7 @@ class ExchangeComparison:
         if error := out_of_step(every, counts_steps):
             self._sync.compare_settings(self.settings)
             raise error
-        if different := diverged(every, "parameters", _REMEDY):
+        if different := diverged(digests_of(every), "parameters", REMEDY):
             raise different
         refuse_thawed({rank: state.fault for rank, state in every.items()})
         return every

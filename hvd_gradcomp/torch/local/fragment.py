@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,7 @@ class Fragment:
 
     def digest(self) -> int:
         """Return a checksum of the global parameters."""
-        return int(sum(sum_of_bits(c) % _PRIME for c in self.copies)) % _PRIME
+        return digest(self.copies)
 
     def save(self, mode: str) -> dict[str, Any]:
         """Return the state; with mode="consolidated" what any number of ranks loads."""
@@ -139,6 +139,11 @@ class Fragment:
 def common(saved: dict[str, Any]) -> dict[str, Any]:
     """Return a fragment's saved state without what belongs to one rank between two exchanges."""
     return {**saved, "local": None, "sent": None}
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> int:
+    """Return a checksum of contiguous tensors."""
+    return int(sum(sum_of_bits(x) % _PRIME for x in tensors)) % _PRIME
 
 
 def wide(x: torch.Tensor) -> torch.nn.Parameter:

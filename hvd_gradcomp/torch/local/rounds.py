@@ -14,7 +14,7 @@ from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.round_clock import RoundClock
 from hvd_gradcomp.torch.bucket import Named
 from hvd_gradcomp.torch.local.averaging import BufferMeans, mean_exchange
-from hvd_gradcomp.torch.local.comparison import ExchangeComparison
+from hvd_gradcomp.torch.local.comparison import ExchangeComparison, Refusal
 from hvd_gradcomp.torch.local.fragment import Connect, Fragment, common, make_fragments
 from hvd_gradcomp.torch.local.outer import OuterOptimizer
 from hvd_gradcomp.torch.local.progress import Progress
@@ -24,7 +24,7 @@ from hvd_gradcomp.torch.warmup import WarmUp
 from hvd_gradcomp.torch.wrapped_optimizer import device_of
 
 LOGGER = logging.getLogger("hvd_gradcomp")
-WARMUP, _LOADED = -1, -2  # said in the place of a fragment
+WARMUP, _LOADED, _FIRST = -1, -2, -3  # said in the place of a fragment
 
 
 class PendingResult(NamedTuple):
@@ -88,15 +88,26 @@ class Rounds:
         self._comparison, self._names = comparison, names
         self.warmup, self._buffers, self._clock = warmup, buffers, clock
         self.progress = Progress(schedule)
+        self._compared = False  # since these ranks take part
         self.commit_protocol: CommitProtocol | None = None
         self.uncommitted: PendingResult | None = None
 
     # -- one step ------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def begin_step(self) -> None:
-        """Take what the user has set since the last step."""
+    def begin_step(self, refusal: Refusal) -> None:
+        """Take what the user has set since the last step.
+
+        Args:
+            refusal: returns the error with which this rank refuses to begin, if it does.
+        """
         self._start()
+        if not self._compared:
+            if self.progress.clock < self._schedule.warmup_steps:
+                self._take_copies()  # ranks are equal, and step no copies
+            digests = [fragment.digest() for fragment in self.fragments]
+            self._comparison.compare_start(_FIRST, digests, self._all_exchanges, refusal)
+            self._compared = True
         if self.progress.loaded:
             self.progress.loaded = False
             self._comparison.compare_loaded(_LOADED, self.progress.clock, self._loaded())
@@ -163,9 +174,9 @@ class Rounds:
             self.commit_protocol.end_step()
 
     @torch.no_grad()
-    def exchange(self) -> None:
-        """Exchange all fragments now, at one place on all ranks."""
-        self.begin_step()
+    def exchange(self, refusal: Refusal) -> None:
+        """Exchange all fragments now, at one place on all ranks; see `begin_step`."""
+        self.begin_step(refusal)
         if self.progress.clock < self._schedule.warmup_steps:
             return  # ranks are equal
         while self._clock is not None and not self._clock.meet():
@@ -268,6 +279,10 @@ class Rounds:
     # -- what begins anew ----------------------------------------------------------------------
 
     @property
+    def _all_exchanges(self) -> list[TensorExchange]:
+        return [*(fragment.exchange for fragment in self.fragments), *self.other_exchanges]
+
+    @property
     def other_exchanges(self) -> list[TensorExchange]:
         """Return the exchanges of something else than fragments."""
         return [x.exchange for x in (self.warmup, self._buffers) if x is not None]
@@ -290,6 +305,7 @@ class Rounds:
 
     def reconnect(self) -> None:
         """Begin a round among other ranks."""
+        self._compared = False
         if self._clock is not None:
             self._clock.reconnect()
 

@@ -16,7 +16,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
@@ -24,6 +27,7 @@ from hvd_gradcomp import (
     ChunkedTopKCompressor,
     DGCCompressor,
     OneBitCompressor,
+    OuterSGD,
     PowerSGDCompressor,
     QSGDCompressor,
     StromCompressor,
@@ -51,6 +55,7 @@ from tests.methods import (
 from tests.parallel.workers.perceptron import STEPS, Model, loss, vector
 
 TIMEOUT = datetime.timedelta(minutes=3)
+AVERAGE = OuterSGD(1, 0)
 
 
 def ddp_model(before=None, **options):
@@ -980,6 +985,244 @@ def local_steps():
     model = Model()
     other = ddp.LocalSteps(sgd(model), model.named_parameters(), every)
     raises(MismatchError, "every=", lambda: train(model, other, every))
+
+
+def reductions(run):
+    """Return how many collectives that are not ours alone `run` has made: those of DDP."""
+    with torch.profiler.profile() as profile:
+        run()
+    return [e.name for e in profile.events() if e.name in ("gloo:all_reduce", "gloo:broadcast")]
+
+
+class Normed(torch.nn.Module):
+    """A model with buffers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(12, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4)
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+OPTIONS_OF_DDP = (
+    {},
+    {"find_unused_parameters": True},
+    {"static_graph": True},
+    {"gradient_as_bucket_view": True},
+)
+
+
+def local_steps_of_ddp():
+    """Local steps and momenta of a wrapped model: DDP makes no collective, and trains again after.
+
+    With every option of DDP, under `no_sync`, where a loop sets `require_backward_grad_sync`, after
+    a warm-up; and for a model that is wrapped later, but for its first backward.
+    """
+    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def plain_and_wrapped(wrap, make, steps=8):
+        ends = []
+        for of_ddp in (None, *OPTIONS_OF_DDP):
+            model = Normed()
+            names = list(model.named_parameters())
+            if of_ddp is not None and wrap == "before":
+                model = DistributedDataParallel(model, **of_ddp)
+                names = list(model.named_parameters())
+            optimizer = make(model, names)
+            if of_ddp is not None and wrap == "after":
+                model = DistributedDataParallel(model, **of_ddp)
+            made = []
+            for step in range(steps):
+                optimizer.zero_grad()
+                if of_ddp is not None:
+                    model.require_backward_grad_sync = True  # as loops that accumulate do
+
+                def backward(model=model, step=step, of_ddp=of_ddp):
+                    if of_ddp is not None and step and "static_graph" not in of_ddp:
+                        with model.no_sync():
+                            model(x + step).square().mean().backward()
+                    else:
+                        model(x + step).square().mean().backward()
+
+                made.append(reductions(backward))
+                optimizer.step()
+            first, second, *others = made
+            assert not any(others), (of_ddp, made)
+            if wrap == "before":  # else it plans its buckets anew in the second forward
+                assert not first and not second, (of_ddp, made)
+            optimizer.exchange() if hasattr(optimizer, "exchange") else None
+            alike(vector(model))
+            ends.append(vector(model))
+            if of_ddp is not None:
+                copied = copy.deepcopy(model)
+                assert type(copied) is DistributedDataParallel is not type(model)
+                assert isinstance(model, DistributedDataParallel)
+                del optimizer
+                assert type(model) is DistributedDataParallel
+                again = lambda m=model: m(x).square().mean().backward()  # noqa: E731
+                if "static_graph" in of_ddp and wrap == "before":
+                    raises(RuntimeError, "wrap the module in it anew", again)
+                    continue
+                for _ in range(2):
+                    assert "gloo:all_reduce" in reductions(again), of_ddp
+        return ends
+
+    for how in ({}, {"warmup_steps": 3}):
+
+        def local(model, names, how=how):
+            return ddp.LocalSteps(sgd(model), names, 4, AVERAGE, ChunkedTopKCompressor(k=8), **how)
+
+        plain, *others = plain_and_wrapped("before", local, 8 if how else 20)
+        assert all(torch.equal(plain, other) for other in others)
+    plain_and_wrapped("after", local)
+
+    def momenta(model, names):
+        adam = torch.optim.AdamW(model.parameters(), 0.01)
+        return ddp.MomentumExchange(adam, names, TODAY[0], warmup_steps=2)
+
+    plain, *others = plain_and_wrapped("before", momenta)
+    assert all(torch.equal(plain, other) for other in others)
+
+
+def two_exchanges():
+    """Of the same parameters between the same ranks: an error on all ranks, which names both."""
+
+    def local(model, optimizer=None, **how):
+        optimizer = optimizer or sgd(model)
+        return ddp.LocalSteps(optimizer, model.named_parameters(), 4, AVERAGE, **how)
+
+    def momenta(model):
+        adam = torch.optim.AdamW(model.parameters(), 0.01)
+        return ddp.MomentumExchange(adam, model.named_parameters(), None, warmup_steps=2)
+
+    both = "ddp.LocalSteps and ddp.compress would both exchange"
+    model, _ = wrapped(None)
+    raises(ValueError, both, lambda: local(model))
+    raises(ValueError, "ddp.MomentumExchange and ddp.compress", lambda: momenta(model))
+    train(model, sgd(model), 1)
+    model = ddp_model()
+    optimizer = local(model)
+    raises(ValueError, "ddp.compress and ddp.LocalSteps", lambda: ddp.compress(model, None))
+    raises(ValueError, "ddp.MomentumExchange and ddp.LocalSteps", lambda: momenta(model))
+    for inner in (optimizer, momenta(Model())):
+        raises(ValueError, "exchanges already, as a", lambda x=inner: local(model, x))
+    earlier, optimizer = optimizer, local(model)  # made anew
+    raises(RuntimeError, "another ddp.LocalSteps was made since", earlier.step)
+    del earlier
+    train(model, optimizer, 4)
+    del optimizer
+    assert type(model) is DistributedDataParallel
+    optimizer = momenta(model)  # the other one is gone
+    train(model, optimizer, 3)
+    alike(vector(model))
+    # PyTorch's own hooks, and a compressor as the state of ours.
+    for state, hook in ((None, fp16_compress_hook), (QSGDCompressor(), ddp.hook)):
+        model = ddp_model()
+        model.register_comm_hook(state, hook)
+        raises(ValueError, hook.__name__, lambda m=model: local(m))
+    # Wrapped after it was made.
+    model = Model()
+    optimizer = local(model)
+    late = DistributedDataParallel(model, find_unused_parameters=True)
+    late.register_comm_hook(None, fp16_compress_hook)
+    raises(ValueError, "fp16_compress_hook", lambda: train(late, optimizer, 1))
+    # Parameters of DDP that no optimizer exchanges; two optimizers that share them.
+    model = ddp_model()
+    heads = [sgd(part) for part in (model.module.first, model.module.second, model.module.third)]
+    makes = [lambda h=head: ddp.LocalSteps(h, None, 4, AVERAGE) for head in heads]
+    optimizers = [make() for make in makes[:2]]
+    backward(model, 0)
+    raises(ValueError, "that ddp.LocalSteps does not exchange", optimizers[0].step)
+    raises(ValueError, "third.weight", optimizers[1].step)
+    optimizers = [make() for make in makes]
+    assert not reductions(lambda: backward(model, 1))
+    for step in range(4):
+        backward(model, step)
+        for optimizer in optimizers:
+            optimizer.step()
+    alike(vector(model))
+    # Levels of a hierarchy have one rank in common.
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    model = ddp_model(process_group=alone)
+    optimizer = local(model)
+    assert type(model) is DistributedDataParallel
+    train(model, optimizer, 4)
+    alike(vector(model))
+    # One rank alone refuses, when it is made and at its first step.
+    model = Model()
+    given = "adam" if dist.get_rank() == 0 else sgd(model)
+    raises(
+        MismatchError,
+        "Optimizer, got str on rank 0, nothing on rank 1",
+        lambda: local(model, given),
+    )
+    optimizer = local(model)
+    if dist.get_rank() == 0:
+        optimizer._claim.check_models = lambda whole: fails("wrapped here alone")
+    raises(MismatchError, "wrapped here alone on rank 0", lambda: train(model, optimizer, 1))
+
+
+def fails(text):
+    raise ValueError(text)
+
+
+def sharded_models():
+    """Are refused by name when the optimizer is made, and at the first step if sharded since."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def by_fsdp2():
+        return fully_shard(Model(), mesh=mesh)
+
+    def by_fsdp1():
+        return FullyShardedDataParallel(Model(), device_id=torch.device("cpu"))
+
+    for shard, said in ((by_fsdp2, "by fully_shard or tensor"), (by_fsdp1, "by FSDP1")):
+        model = shard()
+        adam = torch.optim.AdamW(model.parameters(), 0.01)
+        for make in (
+            lambda x=adam: ddp.LocalSteps(x, None, 4, AVERAGE),
+            lambda x=adam: ddp.MomentumExchange(x, None, None, warmup_steps=2),
+        ):
+            raises(TypeError, said, make)
+    plain = Model()
+    inner = sgd(plain)
+    optimizer = ddp.LocalSteps(inner, plain.named_parameters(), 4, AVERAGE)
+    inner.param_groups[0]["params"] = list(by_fsdp2().parameters())  # as Accelerate does
+    raises(TypeError, "by fully_shard", optimizer.step)
+
+
+def different_seeds():
+    """Are an error in the first step, on all ranks; not if parameters are broadcast before it."""
+    for seeded in ("apart", "broadcast", "loaded"):
+        for make in (
+            lambda m: ddp.LocalSteps(sgd(m), m.named_parameters(), 50, AVERAGE),
+            lambda m: ddp.LocalSteps(sgd(m), m.named_parameters(), 50, AVERAGE, warmup_steps=3),
+            lambda m: ddp.LocalSteps(sgd(m), m.named_parameters(), 50, AVERAGE, deadline=60.0),
+            lambda m: ddp.MomentumExchange(
+                torch.optim.AdamW(m.parameters(), 0.01), m.named_parameters(), None, warmup_steps=2
+            ),
+        ):
+            torch.manual_seed(dist.get_rank())
+            model = Model()
+            optimizer = make(model)
+            if seeded == "apart":
+                raises(
+                    ddp.DivergedError,
+                    "the global parameters of the ranks differ",
+                    lambda m=model, o=optimizer: train(m, o, 1),
+                )
+                continue
+            if seeded == "broadcast":
+                for p in model.parameters():
+                    dist.broadcast(p.detach(), 0)
+            else:
+                torch.manual_seed(3)
+                model.load_state_dict(Model().state_dict())
+            train(model, optimizer, 2)
 
 
 def discarded():

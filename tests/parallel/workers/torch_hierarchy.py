@@ -217,7 +217,7 @@ def sharded_elsewhere(folder):
 
 def local_steps():
     """Ranks of a host are equal in each step, hosts after each exchange; momenta in each step."""
-    model, _ = distributed(None)
+    model = distributed(None)[0]  # without its optimizer, which would exchange as well
     sgd = torch.optim.SGD(model.parameters(), lr=0.02)
     optimizer = hvd.LocalSteps(
         sgd, model.named_parameters(), 3, compression=STROM, hierarchical=True, bucket_bytes=2500
@@ -227,6 +227,7 @@ def local_steps():
         train(model, optimizer, [x])
         ends.append(digest(p.numpy() for p in weights(model)))
     hvd.verify(optimizer)
+    del optimizer
     adam = torch.optim.AdamW(model.parameters(), 0.01)
     how = model.named_parameters(), hvd.OneBitCompressor(), 2
     train(model, hvd.MomentumExchange(adam, *how, hierarchical=True), batches(4))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import hvd_gradcomp.torch as hvd
 from tests.methods import LGC, ONE_OF_EACH, TODAY
@@ -172,6 +173,18 @@ def rounds_of_slow_ranks():
     return ends
 
 
+def of_ddp():
+    """Local steps of a model that DistributedDataParallel has wrapped are those of a plain one."""
+    ends = []
+    for wrap in (lambda model: model, DistributedDataParallel):
+        model = wrap(network())
+        adam = torch.optim.AdamW(model.parameters(), 0.01)
+        optimizer = hvd.LocalSteps(adam, model.named_parameters(), 3, hvd.OuterSGD(1.0, 0.0))
+        train(model, optimizer, EVERY + 1)
+        ends.append(weights(model))
+    return ends
+
+
 def different():
     def deadline():
         model, optimizer = local(deadline=1.0 + hvd.rank())
@@ -204,11 +217,28 @@ def different():
     def momenta_of_sgd():
         hvd.MomentumExchange(torch.optim.SGD(network().parameters(), 0.1))
 
+    def twice():
+        model, local_steps = local()
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        hvd.DistributedOptimizer(sgd, model.named_parameters())
+        train(model, local_steps, 1)
+
+    def around_ddp():
+        model = DistributedDataParallel(network())
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+
+    def wrapped_by_ddp_later():
+        model = network()
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = hvd.DistributedOptimizer(sgd, model.named_parameters())
+        train(DistributedDataParallel(model), optimizer, 1)
+
     def exchanges_already():
         sgd = torch.optim.SGD(network().parameters(), 0.1)
         hvd.LocalSteps(hvd.DistributedOptimizer(sgd))
 
     cases = [deadline, exchanges_already, momenta_of_sgd, every, not_finite, start, steps, samples]
+    cases += [twice, around_ddp, wrapped_by_ddp_later]
     return errors_of({case.__name__: case for case in cases})
 
 
@@ -216,6 +246,8 @@ def main(folder: str) -> None:
     hvd.init()
     logging.getLogger("hvd_gradcomp").setLevel(logging.ERROR)
     torch.set_num_threads(1)
+    met = f"file://{folder}/met"
+    torch.distributed.init_process_group("gloo", met, rank=hvd.rank(), world_size=hvd.size())
     model, optimizer = local(hvd.SparseGDCompressor(density=0.1), nonfinite="skip")
     train(model, optimizer, 2 * EVERY, spoil=1 if hvd.rank() == 1 else None)
     result = {
@@ -227,6 +259,7 @@ def main(folder: str) -> None:
         "momenta": momenta(folder),
         "skipped": weights(model),
         "slow": rounds_of_slow_ranks(),
+        "ddp": of_ddp(),
         "errors": different(),
     }
     finish(hvd, folder, result)

@@ -1,0 +1,184 @@
+"""Claims of parameters: two exchanges of one model over the same ranks are found, and named.
+
+Each host claims the parameters that it exchanges, for as long as it lives. Exchanges that have one
+rank in common are levels of a hierarchy, as of `DistributedDataParallel` over the ranks of a host
+and local steps between hosts; with two ranks in common both would exchange between these.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hvd_gradcomp.torch import ddp_reduction
+
+_claims: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # a WeakSet of each parameter's
+
+
+class Claim:
+    """Claim of an exchange to the parameters that it exchanges; it ends with its last reference.
+
+    Args:
+        name: of what the user has called, such as "ddp.LocalSteps".
+        parameters: that are exchanged.
+        process_set: the ranks, which an elastic run changes.
+        in_step: the exchange happens in the optimizer's step, on gradients of this rank alone, so
+            `DistributedDataParallel` around the model is switched off. Otherwise it is an error,
+            unless `by_hook`.
+        by_hook: the exchange is the model's communication hook, and the only one it can have.
+        sharded: parameters may be shards.
+
+    Attributes:
+        name: as given.
+        superseded: another exchange of the same name was made since, over some of the parameters.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        parameters: Iterable[torch.nn.Parameter],
+        process_set: Any,
+        *,
+        in_step: bool = False,
+        by_hook: bool = False,
+        sharded: bool = False,
+    ) -> None:
+        self.name, self._parameters, self._process_set = name, list(parameters), process_set
+        self._in_step, self._by_hook, self._sharded = in_step, by_hook, sharded
+        self.superseded = False
+
+    @property
+    def ranks(self) -> set[int]:
+        """Return the ranks that exchange now."""
+        process_set = self._process_set
+        return set(process_set.ranks or range(process_set.size()))
+
+    def take(self) -> None:
+        """Claim the parameters; the last act of a constructor, which may have failed until then.
+
+        Raises:
+            TypeError: parameters are sharded.
+            ValueError: something else exchanges them.
+        """
+        if not self._sharded:
+            refuse_sharded(self.name, self._parameters)
+        if self._rivals():
+            gc.collect()  # what nobody uses any more exchanges nothing
+        for other in self._rivals():
+            if other.name != self.name:
+                raise ValueError(_twice(self.name, other.name))
+        self.check_models()
+        for other in self._rivals():
+            other.superseded = True
+        for p in self._parameters:
+            _claims.setdefault(p, weakref.WeakSet()).add(self)
+
+    def drop(self) -> None:
+        """End the claim: another exchange includes this one."""
+        for p in self._parameters:
+            _claims.get(p, weakref.WeakSet()).discard(self)
+
+    def _rivals(self) -> set[Claim]:
+        claims = {claim for p in self._parameters for claim in _claims.get(p, ())}
+        return {claim for claim in claims if claim is not self and self._meets(claim.ranks)}
+
+    def _meets(self, ranks: Collection[int]) -> bool:
+        return len(self.ranks.intersection(ranks)) > 1
+
+    def check_models(self, whole: bool = False) -> None:
+        """Switch off the `DistributedDataParallel` around the parameters, or refuse it.
+
+        Args:
+            whole: all that a model reduces must be claimed by now.
+
+        Raises:
+            ValueError: it would exchange as well.
+        """
+        if self._by_hook or len(self.ranks) < 2:
+            return
+        for model in ddp_reduction.models_of(self._parameters):
+            if not self._meets(ddp_reduction.ranks_of(model)):
+                continue
+            hook = ddp_reduction.comm_hook_of(model)
+            if not self._in_step:
+                raise ValueError(_twice(self.name, "DistributedDataParallel"))
+            if hook is not None:
+                raise ValueError(
+                    f"the model has a communication hook of DistributedDataParallel, {hook}, and "
+                    f"{self.name} exchanges in its place: leave out register_comm_hook and "
+                    "ddp.compress, and pass compression= to one of the two"
+                )
+            ddp_reduction.switch_off(
+                model,
+                self,
+                f"{self.name} exchanges what DistributedDataParallel would reduce in each step: "
+                "its reduction is switched off, and so is its broadcast of buffers",
+            )
+            rest = [] if not whole else self._not_exchanged(model)
+            if rest:
+                raise ValueError(
+                    f"DistributedDataParallel reduces parameters that {self.name} does not "
+                    f"exchange, and its reduction is off: {_listed(rest)}. Freeze them before "
+                    "the optimizer is made, or wrap what another optimizer trains in a "
+                    "DistributedDataParallel of its own"
+                )
+
+    def _not_exchanged(self, model: Any) -> list[str]:
+        """Return the names of parameters that a model would reduce, and nobody has claimed."""
+        return [
+            name
+            for name, p in ddp_reduction.reduced_parameters(model)
+            if not any(claim._in_step for claim in _claims.get(p, ()))
+        ]
+
+    def refusal(self, now: Collection[torch.nn.Parameter] | None = None) -> Exception | None:
+        """Return the error of what has wrapped the model since; None if there is none.
+
+        Args:
+            now: the parameters that the optimizer has now; None if they are the same.
+        """
+        try:
+            if now is not None and not self._sharded:
+                refuse_sharded(self.name, now)
+            self.check_models(whole=True)
+        except (TypeError, ValueError) as error:
+            return error
+        return None
+
+
+def _twice(name: str, other: str) -> str:
+    return (
+        f"{name} and {other} would both exchange the same parameters between the same ranks: take "
+        "one of them. If the other one is not in use any more, delete what refers to it before. "
+        "For levels of a hierarchy give them process groups with one rank in common"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def refuse_sharded(name: str, parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Raise a TypeError if one of the parameters is a shard.
+
+    Args:
+        name: of what the user has called.
+        parameters: of the model.
+    """
+    for p in parameters:
+        kind = ""
+        if hasattr(p, "device_mesh") and hasattr(p, "placements"):
+            kind = "fully_shard or tensor parallelism, into DTensors"
+        elif getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
+            kind = "FSDP1"
+        if kind:
+            raise TypeError(
+                f"the model is sharded, by {kind}, and {name} does not take shards yet: its "
+                "parameters must be whole on each rank. For sharded models there is fsdp.compress, "
+                "which compresses the gradients between replicas in each step"
+            )
