@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -20,8 +22,10 @@ from hvd_gradcomp import (
     NonFiniteGradientError,
     PayloadError,
     PowerSGDCompressor,
+    QSGDCompressor,
     RandomKCompressor,
     SignumCompressor,
+    TernGradCompressor,
 )
 from hvd_gradcomp.codecs.elias_fano import EliasFano
 from hvd_gradcomp.codecs.values import VALUES, Stretch, ValueGroups
@@ -479,6 +483,40 @@ def test_random_places_are_unbiased_at_the_ends_of_layers(density, block, monkey
             mean[its] += total[its] / length
             counted[its] += 1
     assert torch.equal(counted, ones.double()) and torch.equal(mean, ones.double())
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        QSGDCompressor(bits=3, bucket_size=32),
+        QSGDCompressor(bits=4, bucket_size=48, norm="l2"),
+        TernGradCompressor(),
+        Int8Compressor(rounding="stochastic", block_size=32),
+        BF16Compressor("stochastic"),
+        NaturalCompressor(),
+    ],
+    ids=repr,
+)
+def test_rounding_is_unbiased_at_the_ends_of_layers(compressor, monkeypatch):
+    """The mean over random numbers that go through [0, 1), in layers and groups of any length."""
+    compressor, draws = replace(compressor, exchange="allgather"), 128
+    shapes = ((1,), (3,), (10,), (33,), (7, 9))
+    layout, ops = Layout(tuple("abcde"), shapes, block=compressor.block), TorchOps(static=True)
+    world = World(compressor, ops, layout, 1)
+    mean, step = torch.zeros(2, layout.size).double()
+    generator = torch.Generator().manual_seed(4)
+    x = world.flat([torch.rand(s, generator=generator) + 0.5 for s in shapes])
+    x[::3] *= -1
+    for draw in range(draws):
+        word = (2 * draw + 1) << 24  # of 2**32, in the middle of a step
+        monkeypatch.setattr(
+            TorchOps, "random_words", lambda ops, _, count, word=word: ops.full((count,), word)
+        )
+        total = world.step([x.clone()])[0].double()
+        step = torch.maximum(step, (total - x).abs())
+        mean += total / draws
+    assert (step > 1e-4).double().mean() > 0.2, "something is rounded"
+    assert (mean - x).abs().max() <= 2 * step.max() / draws + 1e-6
 
 
 @pytest.mark.parametrize("block", [64, 512])
