@@ -532,7 +532,7 @@ def _gradients(bucket: dist.GradBucket) -> list[tuple[torch.nn.Parameter, torch.
     for p in parameters:
         real = as_real(p.detach())
         view = buffer.as_strided(real.shape, real.stride(), start)
-        pairs.append((p, torch.view_as_complex(view) if p.is_complex() else view))
+        pairs.append((p, as_complex(view) if p.is_complex() else view))
         start += real.numel()
     return pairs
 
