@@ -356,7 +356,7 @@ def layers_of(named_parameters: Named, owners: Named | None = None) -> list[Laye
 
 
 def _kernels(parameters: Sequence[torch.nn.Parameter]) -> dict[int, bool]:
-    """Return, by id, True if the parameter belongs to a convolution; omit those of unknown modules."""
+    """Return, by id, True for parameters of convolutions; omit those of unknown modules."""
     found: dict[int, bool] = {}
     for module, p in owners_of(parameters):
         known = convolving(type(module))

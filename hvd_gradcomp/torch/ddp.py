@@ -43,6 +43,7 @@ from hvd_gradcomp.torch.bucketing import BucketPlanner, layers_of
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step, sparse_allreduce
 from hvd_gradcomp.torch.comm.hosts import participants_among, setting_of
 from hvd_gradcomp.torch.ddp_elastic import Elastic, ElasticState
+from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
 from hvd_gradcomp.torch.moments.tracker import track_moments
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor, take_over_momentum
@@ -234,6 +235,7 @@ class CompressionState:
         MismatchError: on all ranks, if they do not train the same model in the same way.
     """
 
+    @outside_inference()
     def __init__(
         self,
         model: DistributedDataParallel,
@@ -376,6 +378,7 @@ class CompressionState:
         """
         return self._run.stats()
 
+    @outside_inference()
     def discard_step(self) -> None:
         """Roll back the compressor's state, bit-exactly, to that before the last exchange.
 
@@ -393,14 +396,17 @@ class CompressionState:
                 "after backward(), and make ddp.compress without rollback=False"
             )
 
+    @outside_inference()
     def retrain(self) -> None:
         """Retrain the compressor, from the next step on; all ranks call it."""
         self._run.retrain()
 
+    @outside_inference()
     def state_dict(self) -> dict[str, Any]:
         """Return the compressor's state of this rank; each rank saves its own."""
         return ddp_checkpoint.save(self._run)
 
+    @outside_inference()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load a state of `state_dict`; on all ranks, between the same two steps.
 
@@ -532,7 +538,7 @@ def _gradients(bucket: dist.GradBucket) -> list[tuple[torch.nn.Parameter, torch.
     for p in parameters:
         real = as_real(p.detach())
         view = buffer.as_strided(real.shape, real.stride(), start)
-        pairs.append((p, as_complex(view) if p.is_complex() else view))
+        pairs.append((p, torch.view_as_complex(view) if p.is_complex() else view))
         start += real.numel()
     return pairs
 

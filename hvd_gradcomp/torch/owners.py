@@ -1,4 +1,4 @@
-"""Modules that own parameters. An optimizer has parameters alone, so all live objects are searched."""
+"""Modules that own parameters. Optimizers know no modules, so all live objects are searched."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ ON_TWO = [
     "discarded",
     "local_steps",
     "complex_parameters",
+    "in_inference_mode",
     "later_rounds_during_backward",
     "released_buckets",
     "scaled",

@@ -40,7 +40,7 @@ class Net(torch.nn.Module):
 
     def set_gradients(self, rank, step):
         drawn = torch.Generator().manual_seed(10 * step + rank)
-        for (name, p), (shape, dtype) in zip(self.named_parameters(), SHAPES.values()):
+        for p, (shape, dtype) in zip(self.parameters(), SHAPES.values()):
             values = torch.randn(shape, dtype=dtype, generator=drawn)
             p.grad = values if p.dtype == dtype else torch.view_as_real(values)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc as gc_module
 
 import numpy as np
 import pytest
@@ -411,11 +412,14 @@ SCHEDULES = {
 }
 
 
-def scheduled(rank, net, kind, optimizer, outer=OuterSGD(1.0, 0.0)):
+MEANS = OuterSGD(1.0, 0.0)
+
+
+def scheduled(rank, net, kind, optimizer, outer=MEANS, compression=None):
     schedule, more = SCHEDULES[kind]
     if "deadline" in more:
         more = {**more, "connect_clock": lambda: rank.apart().connect("rounds")}
-    return over(rank, net, schedule, outer, optimizer=optimizer, **more)
+    return over(rank, net, schedule, outer, compression, optimizer, **more)
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -447,7 +451,8 @@ def test_weights_that_are_swapped_and_put_back_were_not_set(kind):
         optimizer.exchange()
         return globals_of(optimizer)
 
-    plain, swapped = (whole(run(2, lambda rank: work(rank, swaps))) for swaps in (False, True))
+    plain = whole(run(2, lambda rank: work(rank, False)))
+    swapped = whole(run(2, lambda rank: work(rank, True)))
     np.testing.assert_array_equal(plain, swapped)
     assert (plain[0] < 4.0).all()
 
@@ -515,8 +520,9 @@ def test_what_forward_renormalizes_is_part_of_the_pseudogradient():
         torch.testing.assert_close(again, torch.tensor([1.75, 1.75, 4.0]))
 
 
-def test_a_table_that_is_set_on_all_ranks_is_taken_over():
-    def work(rank, restarts):
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_table_that_is_set_on_all_ranks_is_taken_over(restarts):
+    def work(rank):
         net = Words()
         optimizer = over(rank, net, LocalSchedule(2), OuterSGD(1.0, 0.5))
         for _ in range(2):
@@ -532,9 +538,8 @@ def test_a_table_that_is_set_on_all_ranks_is_taken_over():
         optimizer.step()
         return shared
 
-    for restarts in (False, True):
-        for shared in whole(run(2, lambda rank: work(rank, restarts))):
-            assert torch.equal(shared, torch.arange(48.0).view(12, 4))
+    for shared in whole(run(2, work)):
+        assert torch.equal(shared, torch.arange(48.0).view(12, 4))
 
 
 def test_parameters_that_one_rank_sets_are_an_error_on_all_ranks():
@@ -825,3 +830,44 @@ def test_what_ranks_go_on_from_in_the_warm_up_are_the_parameters_of_now():
     for now, common in run(2, work):
         np.testing.assert_array_equal(now, common)
         assert not np.array_equal(now, START)
+
+
+def made_in_inference_mode():
+    """Return the tensors that are alive and can never be written to again."""
+    found = []
+    for item in gc_module.get_objects():
+        if issubclass(type(item), torch.Tensor) and item.is_inference():
+            found.append(item)
+    return found
+
+
+WITH_STATE = [("plain", c) for c in (None, *FEEDBACK)]
+WITH_STATE += [(kind, FEEDBACK[0]) for kind in SCHEDULES if kind != "plain"]
+
+
+@pytest.mark.parametrize(("kind", "compression"), WITH_STATE, ids=str)
+def test_whatever_is_called_in_inference_mode_makes_no_inference_tensors(kind, compression):
+    """Libraries evaluate so, and an exchange comes before."""
+
+    def work(rank, mode):
+        net = Net()
+        adam = torch.optim.AdamW(net.parameters(), 0.01)
+        with mode():
+            optimizer = scheduled(rank, net, kind, adam, DILOCO, compression)
+        for step in range(1, 13):
+            train(rank, net, optimizer, 1, step)
+            if step % 3 == 0:
+                with mode():
+                    optimizer.exchange()
+                    verify(optimizer)
+                    saved = optimizer.state_dict()
+                    if step == 6:
+                        optimizer.load_state_dict(saved)
+                    if step == 9:
+                        optimizer.restart()
+        return net.flat()
+
+    inside = whole(run(2, lambda rank: work(rank, torch.inference_mode)))
+    outside = whole(run(2, lambda rank: work(rank, torch.no_grad)))
+    np.testing.assert_array_equal(inside, outside)
+    assert not made_in_inference_mode()

@@ -160,7 +160,7 @@ class Fragment:
         self.sent = None
         self.moved = own and saved["moved"]
         if own and saved["sent"] is not None:
-            self.sent = [x.to(c.device) for x, c in zip(saved["sent"], self.copies)]
+            self.sent = [x.to(c.device, copy=True) for x, c in zip(saved["sent"], self.copies)]
         if started:
             for p, value in zip(self.parameters, saved["local"] if own else saved["global"]):
                 p.copy_(value)
