@@ -77,8 +77,9 @@ def check(results):
             assert mine.isfinite().all()
 
 
-@pytest.mark.parametrize("fragments", [1, 3])
-@pytest.mark.parametrize("compressor", METHODS, ids=str)
+@pytest.mark.parametrize(
+    ("compressor", "fragments"), [*((c, 1) for c in METHODS), *((c, 3) for c in PRODUCTS)], ids=str
+)
 def test_local_steps_take_every_dtype(compressor, fragments):
     def work(rank, net):
         sgd = torch.optim.SGD(net.parameters(), 0.125)

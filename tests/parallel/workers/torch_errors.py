@@ -158,7 +158,7 @@ def complex_parameters():
         hvd.QSGDCompressor(),
         hvd.DGCCompressor(density=0.3, momentum=0.0),
         hvd.PowerSGDCompressor(rank=2),
-        hvd.ChunkedTopKCompressor(chunk=16, k=8),
+        hvd.ChunkedTopKCompressor(chunk=32, k=8),
         hvd.Int8Compressor(exchange="two_shot"),
     ):
         optimizer = make(model, compression=compression)
