@@ -22,11 +22,13 @@ from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.comm.horovod import gather_objects
+from hvd_gradcomp.torch.inference import outside_inference
 
 _NAME = "gradcomp.handout"
 _PIECE = 64 << 20  # bytes of a broadcast; none takes more than 2**31
 
 
+@outside_inference()
 def broadcast_parameters(
     params: Any, root_rank: int, *, process_set: Any = horovod.global_process_set
 ) -> None:
@@ -145,6 +147,7 @@ class _Filled(pickle.Unpickler):
         return self.tensors[place]
 
 
+@outside_inference()
 def from_root(nest: Any, root_rank: int = 0, process_set: Any = horovod.global_process_set) -> Any:
     """Return the root's nested objects and tensors, on all ranks; others' `nest` is ignored."""
     file = io.BytesIO()

@@ -14,11 +14,13 @@ from hvd_gradcomp.torch import broadcast_objects
 from hvd_gradcomp.torch.broadcast_objects import RankInfo
 from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, synchronizer_of
+from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.optimizer_mixin import distributed
 from hvd_gradcomp.torch.reducer import LOGGER, Reducer, wait_for_copies
 from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer
 
 
+@outside_inference()
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int,

@@ -222,6 +222,15 @@ def as_real(x: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
+def as_complex(x: torch.Tensor) -> torch.Tensor:
+    """View a real tensor of shape [..., 2] as a complex one; the inverse of `as_real`.
+
+    Complex numbers lie at even offsets in memory. Where a bucket of several layers has them at an
+    odd one, the result is a copy.
+    """
+    return torch.view_as_complex(x.clone() if x.storage_offset() % 2 else x)
+
+
 def _references(x: torch.Tensor) -> float:
     """Return the reference count of a tensor's storage; NaN before PyTorch 2.1."""
     count = getattr(torch._C, "_storage_Use_Count", None)

@@ -7,7 +7,6 @@ their layers and state. All ranks do the same before the same step.
 
 from __future__ import annotations
 
-import gc
 import glob
 import logging
 from collections.abc import Collection, Iterator, Sequence
@@ -27,6 +26,7 @@ from hvd_gradcomp.torch.bucket import Bucket, Named, as_real
 from hvd_gradcomp.torch.moments import tracker
 from hvd_gradcomp.torch.moments.sources import STORED, source_of
 from hvd_gradcomp.torch.options import ExchangeOptions
+from hvd_gradcomp.torch.owners import owners_of
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 BUCKET_BYTES = 25 << 20  # large enough to make call and launch overhead negligible
@@ -356,19 +356,12 @@ def layers_of(named_parameters: Named, owners: Named | None = None) -> list[Laye
 
 
 def _kernels(parameters: Sequence[torch.nn.Parameter]) -> dict[int, bool]:
-    """Return, by id, True if the parameter belongs to a convolution; omit those of unknown modules.
-
-    An optimizer has parameters, not their modules, so all live objects are searched for these. The
-    search inspects types, not objects: some lazy objects load when inspected.
-    """
-    wanted, found = {id(p) for p in parameters}, dict[int, bool]()
-    for module in gc.get_objects() if wanted else ():
-        if not issubclass(type(module), torch.nn.Module):
-            continue
-        for held in module.__dict__.get("_parameters", {}).values():
-            known = convolving(type(module)) if id(held) in wanted else None
-            if known is not None:
-                found[id(held)] = known or found.get(id(held), False)
+    """Return, by id, True for parameters of convolutions; omit those of unknown modules."""
+    found: dict[int, bool] = {}
+    for module, p in owners_of(parameters):
+        known = convolving(type(module))
+        if known is not None:
+            found[id(p)] = known or found.get(id(p), False)
     return found
 
 

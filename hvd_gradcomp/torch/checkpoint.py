@@ -21,6 +21,7 @@ from hvd_gradcomp.torch.bucketing import Plan
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.comm.horovod import gather_objects
 from hvd_gradcomp.torch.grad_synchronizer import synchronizer_of
+from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.reducer import LOGGER, Reducer, wait_for_copies
 from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer
@@ -226,6 +227,7 @@ def _rollback_of_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], Non
 # -- checkpoints of all ranks ----------------------------------------------------------------------
 
 
+@outside_inference()
 def save_checkpoint(
     folder: str | os.PathLike[str],
     *,
@@ -284,6 +286,7 @@ def save_checkpoint(
     )
 
 
+@outside_inference()
 def load_checkpoint(
     folder: str | os.PathLike[str],
     *,

@@ -47,6 +47,7 @@ from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step,
 from hvd_gradcomp.torch.comm.hosts import participants_among, setting_of
 from hvd_gradcomp.torch.ddp_elastic import Elastic, ElasticState
 from hvd_gradcomp.torch.ddp_reduction import models_of, reduced_parameters
+from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
 from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.moments.tracker import track_moments
@@ -236,6 +237,7 @@ class CompressionState:
         MismatchError: on all ranks, if they do not train the same model in the same way.
     """
 
+    @outside_inference()
     def __init__(
         self,
         model: DistributedDataParallel,
@@ -388,6 +390,7 @@ class CompressionState:
         """
         return self._run.stats()
 
+    @outside_inference()
     def discard_step(self) -> None:
         """Roll back the compressor's state, bit-exactly, to that before the last exchange.
 
@@ -405,14 +408,17 @@ class CompressionState:
                 "after backward(), and make ddp.compress without rollback=False"
             )
 
+    @outside_inference()
     def retrain(self) -> None:
         """Retrain the compressor, from the next step on; all ranks call it."""
         self._run.retrain()
 
+    @outside_inference()
     def state_dict(self) -> dict[str, Any]:
         """Return the compressor's state of this rank; each rank saves its own."""
         return ddp_checkpoint.save(self._run)
 
+    @outside_inference()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load a state of `state_dict`; on all ranks, between the same two steps.
 

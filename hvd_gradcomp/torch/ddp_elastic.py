@@ -43,6 +43,7 @@ from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.runtime.elastic import Lost
 from hvd_gradcomp.torch import rank_state
 from hvd_gradcomp.torch.comm.c10d import ProcessGroup
+from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.local.rounds import WARMUP
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.reducer import Reducer
@@ -207,6 +208,7 @@ class ElasticState:
 
     # -- when ranks meet -----------------------------------------------------------------------
 
+    @outside_inference()
     def sync(
         self, rendezvous: Rendezvous, generation: Generation, leaves: Callable[[], bool]
     ) -> None:

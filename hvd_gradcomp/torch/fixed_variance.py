@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hvd_gradcomp.torch.bucket import as_real
 from hvd_gradcomp.torch.warmup import dense_gradient
 
 _FIRST, _SECOND = "exp_avg", "exp_avg_sq"  # as PyTorch's Adam calls them
@@ -58,10 +59,11 @@ class FixedVarianceAdam:
             p.mul_(1.0 - lr * group["weight_decay"])
         first = 1.0 - b1 ** float(state["step"])
         second = math.sqrt(1.0 - b2**self._warmup_steps)
-        root = state[_SECOND].sqrt().div_(second).add_(group["eps"])
+        variance = as_real(state[_SECOND])  # Adam takes a complex parameter as two real ones
+        root = variance.sqrt().div_(second).add_(group["eps"])
         # Without a second moment what a quantizer adds would be divided by epsilon.
-        root.masked_fill_(state[_SECOND] == 0, math.inf)
-        p.addcdiv_(state[_FIRST], root, value=-lr / first)
+        root.masked_fill_(variance == 0, math.inf)
+        as_real(p).addcdiv_(as_real(state[_FIRST]), root, value=-lr / first)
 
     def _moments(self, p: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the optimizer's state of a parameter, zeros where it has none yet."""

@@ -38,6 +38,7 @@ from hvd_gradcomp.torch.claims import Claim
 from hvd_gradcomp.torch.comm.c10d import VERIFY, C10dBackend, ProcessGroup, out_of_step
 from hvd_gradcomp.torch.fsdp_exchange import ShardExchange
 from hvd_gradcomp.torch.fsdp_units import FSDPModule, Shard, Unit, groups_of, units_of
+from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain
 from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor, take_over_momentum
@@ -150,6 +151,7 @@ class ShardedCompression:
         MismatchError: on all ranks, if they do not train the same model in the same way.
     """
 
+    @outside_inference()
     def __init__(
         self,
         model: Any,
@@ -284,6 +286,7 @@ class ShardedCompression:
         """
         return self._run.stats()
 
+    @outside_inference()
     def discard_step(self) -> None:
         """Roll back the compressor's state, bit-exactly, to that before the last exchange.
 
@@ -300,10 +303,12 @@ class ShardedCompression:
                 "after backward()"
             )
 
+    @outside_inference()
     def state_dict(self) -> dict[str, Any]:
         """Return the compressor's state of this rank's shard; each rank saves its own."""
         return {**ddp_checkpoint.save(self._run), "mesh": self._mesh, "place": self._place}
 
+    @outside_inference()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Load a state of `state_dict`; on all ranks, between the same two steps.
 

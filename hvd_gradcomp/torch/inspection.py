@@ -16,6 +16,7 @@ import torch
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning import description
 from hvd_gradcomp.torch import checksums
+from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer
 
@@ -106,6 +107,7 @@ def _described(reducer: Reducer) -> str:
     )
 
 
+@outside_inference()
 def retrain(source: Any) -> None:
     """Retrain the compressor from the next step on: GradiVeQ's basis, LGC's autoencoder.
 
@@ -121,6 +123,7 @@ def retrain(source: Any) -> None:
         reducer.retrain()
 
 
+@outside_inference()
 def verify(source: Any) -> None:
     """Compare parameters and the compressor's replicated state over the ranks, bit by bit.
 

@@ -18,6 +18,7 @@ from hvd_gradcomp.algorithms.local_steps import (
     warn_without_warmup,
 )
 from hvd_gradcomp.runtime.round_clock import RoundClock
+from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.local.fragment import Connect
 from hvd_gradcomp.torch.local.outer import Outer, OuterOptimizer
 from hvd_gradcomp.torch.local.rounds import CommitProtocol, PendingResult, make_rounds
@@ -62,6 +63,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
 
     _ranks_differ = True
 
+    @outside_inference()
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -113,6 +115,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
     # -- one step ------------------------------------------------------------------------------
 
     @interpreted
+    @outside_inference()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the inner optimizer; exchange where the schedule says so.
 
@@ -137,6 +140,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         return loss
 
     @interpreted
+    @outside_inference()
     def exchange(self) -> None:
         """Exchange now, whatever the schedule says: at the end of a training, or of an epoch.
 
@@ -152,11 +156,20 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self._check_superseded()
         self._rounds.exchange(self._refusal)
 
+    @outside_inference()
     def restart(self) -> None:
         """Take this rank's parameters as the global ones, after they were set in mid-training.
 
-        All ranks call it, with equal parameters: the next exchange compares them. What travels is
-        dropped. Not needed before the first step, nor directly after an exchange without `blend`.
+        All ranks call it, with equal parameters, before the next forward: the next exchange
+        compares them. What travels is dropped.
+
+        Not needed for what is set before the first step, or directly after an exchange without
+        `blend`. Then parameters are the global ones, in the model's precision, and the next step
+        compares the values: those that differ were set, and become global. What was swapped and
+        put back, for an evaluation of averaged weights say, was not set, and global parameters keep
+        what a narrow model cannot express. Nor were rows set that an embedding with `max_norm` has
+        shortened in forward, to that norm: each rank looks up others, so they count as local steps.
+        In the warm-up all rows of such a table are shortened in each step, on all ranks.
         """
         self._rounds.restart()
 
@@ -174,10 +187,12 @@ class LocalStepsOptimizer(WrappedOptimizer):
     def uncommitted(self) -> PendingResult | None:
         return self._rounds.uncommitted
 
+    @outside_inference()
     def resolve(self, applies: bool) -> None:
         """Apply what is uncommitted, or go back to before its exchange; see `Rounds.resolve`."""
         self._rounds.resolve(applies)
 
+    @outside_inference()
     def pause(self) -> None:
         """Take back what travels, before other ranks take part: it is sent with the next exchange.
 
@@ -185,6 +200,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         """
         self._rounds.pause()
 
+    @outside_inference()
     def take_over(self, state_dict: dict[str, Any]) -> None:
         """Go on from the `common_state_dict` of a rank, among others that need not load it.
 
@@ -228,6 +244,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
     def rounds(self) -> int:
         return self._rounds.progress.rounds
 
+    @outside_inference()
     def state_dict(self, mode: str = "sharded") -> dict[str, Any]:
         """Return the inner optimizer's state, and under "gradcomp" all that belongs to the rounds.
 
@@ -238,11 +255,13 @@ class LocalStepsOptimizer(WrappedOptimizer):
         kept = self._rounds.save(mode)
         return {**self.inner.state_dict(), KEPT: kept}
 
+    @outside_inference()
     def common_state_dict(self) -> dict[str, Any]:
         """Return the state that all ranks may go on from: with the global parameters."""
         kept = self._rounds.save_common()
         return {**self.inner.state_dict(), KEPT: kept}
 
+    @outside_inference()
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of `state_dict`, or that of a plain optimizer; after the model's.
@@ -263,6 +282,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self._rounds.load_exchanges(kept)
         self.load_rounds(state_dict)
 
+    @outside_inference()
     @torch.no_grad()
     def load_rounds(self, state_dict: dict[str, Any]) -> None:
         """Load what `load_state_dict` does but the inner optimizer and what compressors keep."""

@@ -21,6 +21,7 @@ from hvd_gradcomp.core import validate
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.exchange_state import diverged
 from hvd_gradcomp.torch.fixed_variance import FixedVarianceAdam
+from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.local.comparison import REMEDY
 from hvd_gradcomp.torch.local.fragment import digest as digest_of
 from hvd_gradcomp.torch.moments.dynamo import interpreted
@@ -60,6 +61,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         steps_made: so far, skipped ones included.
     """
 
+    @outside_inference()
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -109,6 +111,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
     # -- one step ------------------------------------------------------------------------------
 
     @interpreted
+    @outside_inference()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Exchange, and update the parameters; on all ranks alike.
 
@@ -181,6 +184,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
     def steps_taken(self) -> int:
         return self.steps_made - self._skipped
 
+    @outside_inference()
     def state_dict(self, mode: str = "sharded") -> dict[str, Any]:
         """Return the inner optimizer's state, and under "gradcomp" that of the exchange.
 
@@ -195,6 +199,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         }
         return {**self.inner.state_dict(), KEPT: kept}
 
+    @outside_inference()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of `state_dict`, or that of a plain Adam, whose steps count as the first.
 

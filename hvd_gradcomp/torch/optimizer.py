@@ -22,6 +22,7 @@ from hvd_gradcomp.torch.bucketing import BucketPlanner
 from hvd_gradcomp.torch.claims import Claim
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, TrainedParameters, groups_of
+from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.momentum import LOGGER, MomentumTransfer, resolve_compressor
 from hvd_gradcomp.torch.optimizer_mixin import class_of, derived
 from hvd_gradcomp.torch.options import ExchangeOptions
@@ -33,6 +34,7 @@ from hvd_gradcomp.torch.wrapped_optimizer import refuse_exchanging
 _SEAM = ("_register_hooks", "synchronize", "step", "zero_grad")
 
 
+@outside_inference()
 def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,

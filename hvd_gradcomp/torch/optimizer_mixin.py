@@ -15,6 +15,7 @@ from horovod.torch import optimizer as _stock
 from hvd_gradcomp.torch import checkpoint, checksums, dcp, inspection
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, synchronizer_of, synchronizers
+from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.momentum import MomentumTransfer
 
@@ -100,6 +101,7 @@ class DistributedOptimizerMixin:
     # -- what a user calls -------------------------------------------------------------------
 
     @interpreted
+    @outside_inference()
     def synchronize(self) -> None:
         """End the exchange, if backward has not ended it; then `p.grad` is reduced.
 
@@ -110,6 +112,7 @@ class DistributedOptimizerMixin:
         self._synchronizer.synchronize()
 
     @interpreted
+    @outside_inference()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Apply the reduced gradients; end the exchange first if it has not ended."""
         if self._transfer is not None:
@@ -195,6 +198,7 @@ class DistributedOptimizerMixin:
         self._clear(set_to_none)
 
     @interpreted
+    @outside_inference()
     def _clear(self, set_to_none: bool = True, *, asked: bool = False) -> None:
         self._synchronizer.clear(asked)
         self._plain().zero_grad(set_to_none=set_to_none)
@@ -222,6 +226,7 @@ class DistributedOptimizerMixin:
             )
         self._clear(asked=True)
 
+    @outside_inference()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as in PyTorch; its parameters join, on all ranks before the same step.
 
@@ -248,6 +253,7 @@ class DistributedOptimizerMixin:
         """Return the state of the wrapped optimizer, without that of the compressor."""
         return self._plain().state_dict()
 
+    @outside_inference()
     def state_dict(self, mode: str = "sharded") -> dict[str, Any]:
         """Return the optimizer's state, with the compressor's under "gradcomp".
 
@@ -260,6 +266,7 @@ class DistributedOptimizerMixin:
             dcp.warn_of_loss(self._gradcomp.buckets)
         return {**plain, "gradcomp": checkpoint.save(self._gradcomp, mode)}
 
+    @outside_inference()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of `state_dict`, or one of an optimizer that is not distributed.
 

@@ -22,6 +22,7 @@ from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.runtime.program_runner import run
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
+from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.moments.dynamo import interpreted
 
 _names = (f"gradcomp.probe.{number}" for number in itertools.count())
@@ -77,6 +78,7 @@ class Probe(probe.Probe):
         self._handles: list[Any] = []
         self._prepare()
 
+    @outside_inference()
     def step(self, moments: Sequence[torch.Tensor] | None = None) -> tuple[probe.Reading, ...]:
         """Count a step; if it is probed, exchange with all ranks and return the readings.
 

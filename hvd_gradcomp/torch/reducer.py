@@ -27,7 +27,7 @@ from hvd_gradcomp.runtime.program_runner import (
     ProgramRunner,
 )
 from hvd_gradcomp.torch.amp import GradScalerAdapter
-from hvd_gradcomp.torch.bucket import Bucket, Named, as_real
+from hvd_gradcomp.torch.bucket import Bucket, Named, as_complex, as_real
 from hvd_gradcomp.torch.bucketing import BucketPlanner
 from hvd_gradcomp.torch.comm.backend import Backend
 from hvd_gradcomp.torch.moments.sources import Sources
@@ -503,7 +503,7 @@ class Reducer:
             raise RuntimeError("a gradient without an exchange; this is a bug in hvd_gradcomp")
         gradient = bucket.layer(bucket.result, slot)
         gradient = gradient if bucket.scaled else self.scaling.scale(gradient)
-        return torch.view_as_complex(gradient) if parameter.is_complex() else gradient
+        return as_complex(gradient) if parameter.is_complex() else gradient
 
     def end_step(self) -> None:
         """End a step after all results were taken: release them and the frozen parameters."""

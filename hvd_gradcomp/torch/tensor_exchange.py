@@ -193,7 +193,8 @@ class TensorExchange:
     def finish(self) -> list[torch.Tensor] | None:
         """End the exchange; return the mean of each tensor, None if it was undone on all ranks.
 
-        The results are valid until the next `start`.
+        Means have the dtype of their parameter, whatever that of the bucket. They are valid until
+        the next `start`.
 
         Raises:
             NonFiniteGradientError: on all ranks, if that is the policy.
@@ -210,7 +211,7 @@ class TensorExchange:
             self._give_up()
             raise
         undone = reducer.undone
-        means = [reducer.reduced_grad(p) for p in reducer.planner.ordered_parameters]
+        means = [reducer.reduced_grad(p).to(p.dtype) for p in reducer.planner.ordered_parameters]
         reducer.end_step()
         return None if undone else means
 

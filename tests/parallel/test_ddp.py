@@ -47,6 +47,7 @@ ON_TWO = [
     "sharded_models",
     "different_seeds",
     "complex_parameters",
+    "in_inference_mode",
     "later_rounds_during_backward",
     "released_buckets",
     "scaled",

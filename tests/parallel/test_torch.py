@@ -95,6 +95,7 @@ MESSAGES = {
     "values overflow": "NonFiniteGradientError: rank 0, 1 has a NaN or an infinity in its gradient",
     "degenerate": "nothing was raised",
     "complex": "nothing was raised",
+    "inference": "nothing was raised",
     "fails in backward": "GradientChangedError: the gradient of 1.weight was changed on rank 1",
     "slow": "nothing was raised",
     "metric": "allreduce.metric",

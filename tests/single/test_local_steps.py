@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc as gc_module
 import importlib
 import inspect
 
@@ -436,6 +437,161 @@ def test_parameters_may_be_set_between_rounds():
         np.testing.assert_array_equal(found, START)
 
 
+SCHEDULES = {
+    "plain": (LocalSchedule(2), {}),
+    "skip": (LocalSchedule(2), {"nonfinite": "skip"}),
+    "fragments": (LocalSchedule(4, fragments=2), {}),
+    "delay": (LocalSchedule(4, delay=1), {}),
+    "delay without blend": (LocalSchedule(4, delay=1, blend=0.0), {}),
+    "blend": (LocalSchedule(2, blend=0.25), {}),
+    "warm-up": (LocalSchedule(2, warmup_steps=3), {}),
+    "deadline": (LocalSchedule(2), {"deadline": 20.0}),
+}
+
+
+MEANS = OuterSGD(1.0, 0.0)
+
+
+def scheduled(rank, net, kind, optimizer, outer=MEANS, compression=None):
+    schedule, more = SCHEDULES[kind]
+    if "deadline" in more:
+        more = {**more, "connect_clock": lambda: rank.apart().connect("rounds")}
+    return over(rank, net, schedule, outer, compression, optimizer, **more)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_weights_that_are_swapped_and_put_back_were_not_set(kind):
+    """Narrow weights are swapped for others after each step, as for an evaluation of averages.
+
+    One rank moves each weight by the least that bfloat16 can, so the mean is half of that.
+    """
+
+    def work(rank, swaps):
+        net = Net().bfloat16()
+        with torch.no_grad():
+            for p in net.parameters():
+                p.fill_(4.0)  # the next one below is 2**-6 away
+        optimizer = scheduled(rank, net, kind, torch.optim.SGD(net.parameters(), 2.0**-6))
+        for step in range(28):
+            if swaps:
+                stored = [p.detach().clone() for p in net.parameters()]
+                for p, value in zip(net.parameters(), stored):
+                    p.data.copy_(torch.zeros_like(p))
+                    p.data.copy_(value)
+                with torch.no_grad():
+                    for p, value in zip(net.parameters(), stored):
+                        p.copy_(0 * value)
+                        p.copy_(value)
+            for p in net.parameters():
+                p.grad = torch.full_like(p, float(rank.rank and step % 4 == 3))
+            optimizer.step()
+        optimizer.exchange()
+        return globals_of(optimizer)
+
+    plain = whole(run(2, lambda rank: work(rank, False)))
+    swapped = whole(run(2, lambda rank: work(rank, True)))
+    np.testing.assert_array_equal(plain, swapped)
+    assert (plain[0] < 4.0).all()
+
+
+class Words(torch.nn.Module):
+    """An embedding that renormalizes in forward what is looked up, and a layer after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Embedding(12, 4, max_norm=1.0)
+        self.last = torch.nn.Linear(4, 1)
+        for p in self.parameters():  # ranks are threads, which share a seed
+            p.data.normal_(generator=torch.Generator().manual_seed(p.numel()))
+
+    def forward(self, words):
+        return self.last(self.table(words)).square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_rows_that_forward_renormalizes_are_local(kind, dtype):
+    """Each rank looks up others, also in a forward between an exchange and the next step."""
+
+    def work(rank):
+        net = Words().to(dtype)
+        optimizer = scheduled(rank, net, kind, torch.optim.SGD(net.parameters(), 0.25), DILOCO)
+        drawn = torch.Generator().manual_seed(rank.rank)
+        for _ in range(3 * 4 + 3):
+            optimizer.zero_grad()
+            with torch.no_grad():
+                net(torch.randint(12, (3,), generator=drawn))
+            net(torch.randint(12, (3,), generator=drawn)).backward()
+            optimizer.step()
+        optimizer.exchange()
+        verify(optimizer)
+        return flat(net.float().parameters())
+
+    first, second = whole(run(2, work))
+    np.testing.assert_array_equal(first, second)
+
+
+def whole(results):
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def test_what_forward_renormalizes_is_part_of_the_pseudogradient():
+    def work(rank):
+        net = Words()
+        with torch.no_grad():
+            net.table.weight.fill_(2.0)  # of norm 4
+        optimizer = over(rank, net, LocalSchedule(2), OuterSGD(1.0, 0.0))
+        means = []
+        for _ in range(2):
+            for _ in range(2):
+                net(torch.tensor([rank.rank]))
+                optimizer.step()  # without a gradient
+            means.append(net.table.weight.detach().norm(dim=1)[:3])
+        return means
+
+    for (mean, again), _ in zip(whole(run(2, work)), range(2)):
+        torch.testing.assert_close(mean, torch.tensor([2.5, 2.5, 4.0]))  # of 1 and 4
+        torch.testing.assert_close(again, torch.tensor([1.75, 1.75, 4.0]))
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_table_that_is_set_on_all_ranks_is_taken_over(restarts):
+    def work(rank):
+        net = Words()
+        optimizer = over(rank, net, LocalSchedule(2), OuterSGD(1.0, 0.5))
+        for _ in range(2):
+            net(torch.tensor([rank.rank]))
+            optimizer.step()
+        net.table.weight.data.copy_(torch.arange(48.0).view(12, 4))
+        if restarts:
+            optimizer.restart()
+            net(torch.tensor([rank.rank]))
+        optimizer.step()
+        shared = optimizer._rounds.fragments[0].copies[0].detach().clone()
+        net(torch.tensor([rank.rank]))
+        optimizer.step()
+        return shared
+
+    for shared in whole(run(2, work)):
+        assert torch.equal(shared, torch.arange(48.0).view(12, 4))
+
+
+def test_parameters_that_one_rank_sets_are_an_error_on_all_ranks():
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(2))
+        train(rank, net, optimizer, 2)
+        if rank.rank == 1:
+            net.load_state_dict(Net().state_dict())
+        train(rank, net, optimizer, 2)
+
+    for error in errors_of(2, work):
+        assert isinstance(error, DivergedError), error
+
+
 def test_parameters_that_are_not_finite():
     def work(rank, policy):
         net = Net()
@@ -444,10 +600,10 @@ def test_parameters_that_are_not_finite():
         train(rank, net, optimizer, 2)
         before = globals_of(optimizer)
         kept = [x.clone() for b in optimizer.reducers[0].buckets for _, x in leaves(b.state)]
+        train(rank, net, optimizer, 1, 3)
         with torch.no_grad():
             net.b[0, 0] = float("nan") if rank.rank == 1 else net.b[0, 0]
-            optimizer._rounds.fragments[0].versions = None
-        train(rank, net, optimizer, 2, 3)
+        train(rank, net, optimizer, 1, 4)
         now = [x for b in optimizer.reducers[0].buckets for _, x in leaves(b.state)]
         assert all(map(torch.equal, kept, now))
         np.testing.assert_array_equal(net.flat(), before)
@@ -711,3 +867,44 @@ def test_what_ranks_go_on_from_in_the_warm_up_are_the_parameters_of_now():
     for now, common in run(2, work):
         np.testing.assert_array_equal(now, common)
         assert not np.array_equal(now, START)
+
+
+def made_in_inference_mode():
+    """Return the tensors that are alive and can never be written to again."""
+    found = []
+    for item in gc_module.get_objects():
+        if issubclass(type(item), torch.Tensor) and item.is_inference():
+            found.append(item)
+    return found
+
+
+WITH_STATE = [("plain", c) for c in (None, *FEEDBACK)]
+WITH_STATE += [(kind, FEEDBACK[0]) for kind in SCHEDULES if kind != "plain"]
+
+
+@pytest.mark.parametrize(("kind", "compression"), WITH_STATE, ids=str)
+def test_whatever_is_called_in_inference_mode_makes_no_inference_tensors(kind, compression):
+    """Libraries evaluate so, and an exchange comes before."""
+
+    def work(rank, mode):
+        net = Net()
+        adam = torch.optim.AdamW(net.parameters(), 0.01)
+        with mode():
+            optimizer = scheduled(rank, net, kind, adam, DILOCO, compression)
+        for step in range(1, 13):
+            train(rank, net, optimizer, 1, step)
+            if step % 3 == 0:
+                with mode():
+                    optimizer.exchange()
+                    verify(optimizer)
+                    saved = optimizer.state_dict()
+                    if step == 6:
+                        optimizer.load_state_dict(saved)
+                    if step == 9:
+                        optimizer.restart()
+        return net.flat()
+
+    inside = whole(run(2, lambda rank: work(rank, torch.inference_mode)))
+    outside = whole(run(2, lambda rank: work(rank, torch.no_grad)))
+    np.testing.assert_array_equal(inside, outside)
+    assert not made_in_inference_mode()

@@ -10,12 +10,14 @@ import torch
 
 from hvd_gradcomp.algorithms.local_steps import cut
 from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.torch.bucket import Named
+from hvd_gradcomp.torch.bucket import Named, as_real
+from hvd_gradcomp.torch.local.max_norm import Table, shortened, tables_of, was_shortened
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.reducer import sum_of_bits
 from hvd_gradcomp.torch.tensor_exchange import Connection, TensorExchange
 
 _PRIME = 2**31 - 1
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # dtypes of global copies
 
 Connect = Callable[[str], Connection]  # returns the connection of one exchange, by its name
@@ -29,16 +31,16 @@ class Fragment:
         parameters: of the model.
         copies: the global parameters, in float32 if the model's are narrower.
         exchange: of the pseudogradients.
+        tables: embeddings among the parameters, by place.
         sent: pseudogradients that travel; None if none do.
-        versions: of the model's parameters since the global ones were applied; None after a step.
-        moved: this rank's parameters are not the global ones.
+        moved: this rank has made a step, or blended, since its parameters were the global ones.
     """
 
     parameters: list[torch.nn.Parameter]
     copies: list[torch.nn.Parameter]
     exchange: TensorExchange
+    tables: dict[int, Table]
     sent: list[torch.Tensor] | None = None
-    versions: list[int] | None = None
     moved: bool = False
 
     def pseudogradients(self) -> list[torch.Tensor]:
@@ -72,10 +74,47 @@ class Fragment:
 
     @torch.no_grad()
     def take_copies(self) -> None:
-        """Set the global parameters to those of this rank."""
+        """Set the global parameters to those of this rank.
+
+        What is equal in the model's precision stays as precise as it is.
+        """
         for c, p in zip(self.copies, self.parameters):
-            c.copy_(p)
-        self.versions = None
+            c.copy_(torch.where(_differs(p, c), p.to(c.dtype), c))
+        self.moved = False
+
+    @torch.no_grad()
+    def take_set(self) -> None:
+        """Take over what was set since this rank's parameters were the global ones.
+
+        That is what has other values, but for rows of embeddings that a forward has shortened:
+        each rank looks up others, so these are part of its training.
+        """
+        if self.moved:
+            return
+        for place, (c, p) in enumerate(zip(self.copies, self.parameters)):
+            is_set = _differs(p, c)
+            if place in self.tables:
+                rows = c.detach().to(p.dtype)
+                is_set &= ~was_shortened(self.tables[place], rows, p.detach()).unsqueeze(1)
+            c.copy_(torch.where(is_set, p.to(c.dtype), c))
+
+    @torch.no_grad()
+    def align_tables(self) -> None:
+        """Shorten all rows of embeddings, where a forward has shortened those that it looked up.
+
+        For steps that the ranks make alike, from parameters that are equal.
+        """
+        for place, table in self.tables.items():
+            p = self.parameters[place].detach()
+            rows = self.copies[place].detach().to(p.dtype)
+            is_set = _differs(p, rows).any(1) & ~was_shortened(table, rows, p)
+            p.copy_(torch.where(is_set.unsqueeze(1), p, shortened(table, rows)))
+
+    @torch.no_grad()
+    def take_tables(self) -> None:
+        """Set the global rows of embeddings to those of this rank, after a step made alike."""
+        for place in self.tables:
+            self.copies[place].copy_(self.parameters[place])
 
     def hand_out(self, blend: float) -> None:
         """Set this rank's parameters to the global ones, blended with its own."""
@@ -85,13 +124,9 @@ class Fragment:
             else:
                 p.copy_(c)
         self.moved = bool(blend)
-        self.versions = None if blend else [p._version for p in self.parameters]
 
-    def begin_step(self) -> None:
-        """Take what was set since the last step, by a load say: parameters, or what travels."""
-        if self.versions is not None and self.versions != [p._version for p in self.parameters]:
-            self.take_copies()
-        self.versions = None
+    def resume(self) -> None:
+        """Start the exchange of what travelled when the state was saved that was loaded."""
         if self.sent is not None and not self.exchange.started:
             self.exchange.start(self.sent)
 
@@ -122,10 +157,10 @@ class Fragment:
         self.exchange.abort()
         for c, value in zip(self.copies, saved["global"]):
             c.copy_(value)
-        self.sent, self.versions = None, None
+        self.sent = None
         self.moved = own and saved["moved"]
         if own and saved["sent"] is not None:
-            self.sent = [x.to(c.device) for x, c in zip(saved["sent"], self.copies)]
+            self.sent = [x.to(c.device, copy=True) for x, c in zip(saved["sent"], self.copies)]
         if started:
             for p, value in zip(self.parameters, saved["local"] if own else saved["global"]):
                 p.copy_(value)
@@ -134,6 +169,14 @@ class Fragment:
         """Return True if a state was saved by this rank, with its own parameters."""
         process_set = self.exchange.reducer.participants.process_set
         return saved["local"] is not None and saved["exchange"]["rank"] == process_set.rank()
+
+
+def _differs(p: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Return True where parameters have other bits than global ones in the model's precision."""
+    mine, common = as_real(p.detach()), as_real(c.detach().to(p.dtype))
+    bits = _BITS[mine.element_size()]
+    differs = mine.view(bits) != common.view(bits)
+    return differs.any(-1) if p.is_complex() else differs
 
 
 def common(saved: dict[str, Any]) -> dict[str, Any]:
@@ -176,10 +219,14 @@ def make_fragments(
         ValueError: there are fewer parameters than fragments; the compressor cannot take them.
     """
     fragments = []
+    tables = tables_of([p for _, p in named])
     for place, part in enumerate(cut([p.numel() for _, p in named], number)):
         owners, own_copies = [named[at] for at in part], [copies[at] for at in part]
         shapes = [(name, c) for (name, _), c in zip(owners, own_copies)]
         connection = connect(f"local{place}")
         exchange = TensorExchange(shapes, owners, compressor, connection, options, settings)
-        fragments.append(Fragment([p for _, p in owners], own_copies, exchange))
+        inside = {at - part.start: tables[at] for at in part if at in tables}
+        fragment = Fragment([p for _, p in owners], own_copies, exchange, inside)
+        fragment.take_copies()
+        fragments.append(fragment)
     return fragments

@@ -112,17 +112,24 @@ class Rounds:
             self.progress.loaded = False
             self._comparison.compare_loaded(_LOADED, self.progress.clock, self._loaded())
         for fragment in self.fragments:
-            fragment.begin_step()
+            if not self.progress.warms_up:
+                fragment.take_set()
+            fragment.resume()
 
     def _start(self) -> None:
-        """Take this rank's parameters as the first global ones, once."""
+        """Take what was set before the first step as the first global parameters."""
         if not self.progress.started:
             self.progress.started = True
-            self._take_copies()
+            for fragment in self.fragments:
+                fragment.take_set()
 
     def _take_copies(self) -> None:
         for fragment in self.fragments:
             fragment.take_copies()
+
+    def _align_tables(self) -> None:
+        for fragment in self.fragments:
+            fragment.align_tables()
 
     def _loaded(self) -> int:
         """Return what must be equal on ranks that have loaded a state."""
@@ -139,6 +146,7 @@ class Rounds:
         """
         assert self.warmup is not None
         progress = self.progress
+        self._align_tables()
         self._comparison.compare(WARMUP, progress.clock, self.warmup.exchange)
         means = self.warmup.average()
         if means is None and not may_skip:
@@ -178,6 +186,7 @@ class Rounds:
         """Exchange all fragments now, at one place on all ranks; see `begin_step`."""
         self.begin_step(refusal)
         if self.progress.clock < self._schedule.warmup_steps:
+            self._align_tables()
             return  # ranks are equal
         while self._clock is not None and not self._clock.meet():
             self._exchange()
@@ -254,6 +263,8 @@ class Rounds:
         if means is not None:
             assert self.warmup is not None
             self.warmup.step(means)
+            for fragment in self.fragments:
+                fragment.take_tables()
         self.progress.count_step()
         if self.progress.clock == self._schedule.warmup_steps:
             self._take_copies()
