@@ -104,13 +104,13 @@ class Sources:
 
     def _square_of(self, parameter: torch.nn.Parameter) -> Any:
         """Return a tensor hook that reads one pass's contribution before it is accumulated."""
-        alive = weakref.ref(self)
+        alive, owner = weakref.ref(self), weakref.ref(parameter)  # which keeps the hook
 
         def hook(contribution: torch.Tensor) -> None:
-            there = alive()
-            if there is not None:
+            there, p = alive(), owner()
+            if there is not None and p is not None:
                 # Without a gradient nothing was accumulated: earlier passes were dropped.
-                there.add_pass(parameter, contribution, anew=parameter.grad is None)
+                there.add_pass(p, contribution, anew=p.grad is None)
 
         return hook
 
