@@ -23,6 +23,7 @@ PARTS = (
     "unused",
     "what_cannot_go",
     "waits_as_long",
+    "made_and_dropped",
     "one_fails",
     "one_ends",
 )
