@@ -54,7 +54,7 @@ class MomentumTransfer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, momentum: float, nesterov: bool) -> None:
-        self.optimizer: Any = weakref.proxy(optimizer)  # which keeps this
+        self.optimizer = weakref.proxy(optimizer)  # which keeps this
         self.momentum, self.nesterov = momentum, nesterov
         self.take()
 
