@@ -9,6 +9,7 @@ are equal on all ranks.
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -53,7 +54,8 @@ class MomentumTransfer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, momentum: float, nesterov: bool) -> None:
-        self.optimizer, self.momentum, self.nesterov = optimizer, momentum, nesterov
+        self.optimizer = weakref.proxy(optimizer)  # which keeps this
+        self.momentum, self.nesterov = momentum, nesterov
         self.take()
 
     def take(self) -> None:
@@ -156,12 +158,13 @@ def take_over_momentum(
     optimizer: torch.optim.Optimizer, transfer: MomentumTransfer, exchange: Undoable
 ) -> None:
     """Take over the momentum of SGD, which steps without it; its `state_dict` still shows it."""
+    cls = type(optimizer)
 
     def copied(protocol: Any) -> Any:
         """Restore the momentum in a copy, for a model that exchanges gradients uncompressed."""
         del protocol
-        state = transfer.restored(torch.optim.Optimizer.__getstate__(optimizer))
-        return object.__new__, (type(optimizer),), state
+        state = transfer.restored(torch.optim.Optimizer.__getstate__(transfer.optimizer))
+        return object.__new__, (cls,), state
 
     def before_step(*_: Any) -> None:
         transfer.check()

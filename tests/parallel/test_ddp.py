@@ -51,6 +51,7 @@ ON_TWO = [
     "later_rounds_during_backward",
     "released_buckets",
     "scaled",
+    "made_and_dropped",
     "one_ends",
 ]
 
@@ -104,7 +105,7 @@ def test_two_ranks(tmp_path):
 
 def test_three_ranks(tmp_path):
     """Of which one has no batches, one has some, and one has most."""
-    processes(tmp_path, 3, "fewer_batches")
+    processes(tmp_path, 3, "fewer_batches", "made_and_dropped")
 
 
 def test_four_ranks(tmp_path):

@@ -25,6 +25,7 @@ PARTS = (
     "what_cannot_go",
     "compiled",
     "waits_as_long",
+    "made_and_dropped",
     "one_fails",
     "one_ends",
 )

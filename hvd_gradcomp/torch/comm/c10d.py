@@ -6,6 +6,8 @@ Collectives are matched by order, not by name: all ranks must submit the same in
 from __future__ import annotations
 
 import atexit
+import gc
+import hashlib
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from hvd_gradcomp.core.collectives import Allreduce, Gather
 from hvd_gradcomp.runtime import errors, typed_json
@@ -21,9 +24,124 @@ from hvd_gradcomp.torch.step_sync import OutOfStepError
 
 VERIFY = -1  # said in the place of a step
 _CLOSED = (
-    "the connections were closed after an error of this rank, or what ddp.Elastic has run has ended"
+    "the connections were closed after an error of this rank, by destroy_process_group(), or as "
+    "what ddp.Elastic has run has ended"
 )
+_FREE, _USED, _UNCLEAN, _CLOSED_HERE = "fuxc"  # states of a connection on a rank
+
+
+class _Connection:
+    """Process group of `torch.distributed`, which one `ProcessGroup` after another uses.
+
+    Args:
+        handle: of `torch.distributed`, which keeps it alive until it is destroyed.
+
+    Attributes:
+        parts: of the ranks; the connection of this rank's, by all parts.
+        unfinished: collectives that nobody has waited for, by their `Work`.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self._handle: Callable[[], Any] = weakref.ref(handle)
+        self._user: Callable[[], ProcessGroup | None] = lambda: None
+        self.parts: dict[str, _Connection] = {}
+        self.unfinished: dict[int, Any] = {}
+
+    @property
+    def handle(self) -> Any:
+        """Return `torch.distributed`'s group; None if it was destroyed."""
+        return self._handle()
+
+    def lend(self, user: ProcessGroup) -> None:
+        """Let a group use this connection until it is collected."""
+        self._user = weakref.ref(user)
+
+    def state(self, timeout: Any, device: torch.device) -> str:
+        """Return if a group with this timeout can use the connection, as far as this rank knows."""
+        every = [self, *self.parts.values()]
+        if any(each.handle is None for each in every):
+            return _CLOSED_HERE
+        if any(each._user() is not None for each in every):
+            return _USED
+        if _timeout_of(self.handle, device) != timeout:
+            return _USED
+        works = [work for each in every for work in each.unfinished.values()]
+        return _FREE if all(map(_has_succeeded, works)) else _UNCLEAN
+
+    def close(self) -> None:
+        """Close the connection and those of its parts."""
+        for each in (self, *self.parts.values()):
+            each.unfinished.clear()
+            handle, each._handle = each.handle, lambda: None
+            if handle is not None:
+                with suppress(ValueError):  # of a job that has ended
+                    dist.destroy_process_group(handle)
+
+
+class _Pool:
+    """Connections among the same ranks, in the order in which all of these have made them.
+
+    They are used again, not destroyed: ranks collect their garbage at different moments, but NCCL
+    destroys together; and PyTorch names a group of some ranks by how many groups a rank has, so
+    that a group made after another was destroyed gets its name, and hangs.
+
+    Args:
+        ranks: that the connections are among.
+        is_whole: these are all ranks of the job, whose groups PyTorch names by a counter.
+    """
+
+    def __init__(self, ranks: list[int], is_whole: bool) -> None:
+        self._ranks, self._is_whole = ranks, is_whole
+        self.connections: list[_Connection] = []
+        self._meetings = 0
+
+    def take(self, timeout: Any, device: torch.device) -> _Connection | None:
+        """Return a connection that no rank uses; None if another is needed. All ranks call it."""
+        if not self.connections:
+            return None
+
+        def states() -> str:
+            return "".join(each.state(timeout, device) for each in self.connections)
+
+        if _FREE not in states() and _USED in states():
+            gc.collect()  # a model that is in reference cycles keeps its connection until then
+        every = self._gather(states())
+        for number, column in enumerate(zip(*every)):
+            if set(column) == {_FREE}:
+                self.connections[number].unfinished.clear()
+                return self.connections[number]
+            if _USED not in column and self._is_whole:
+                self.connections[number].close()  # a collective that not all ranks have started
+        return None
+
+    def _gather(self, states: str) -> list[str]:
+        """Gather the states of all ranks by the store: there is no group for it yet."""
+        if len(self._ranks) == 1:
+            return [states]
+        self._meetings += 1
+        digest = hashlib.sha1(repr(self._ranks).encode(), usedforsecurity=False).hexdigest()
+        prefix, rank = f"gradcomp/{digest}/{self._meetings}", dist.get_rank()
+        store = dist.PrefixStore(prefix, _get_default_store())
+        store.set(str(rank), states)
+        if rank == self._ranks[0]:  # so that a rank reads one key, and not one of each rank
+            listed = [store.get(str(each)).decode() for each in self._ranks]
+            store.set("every", ",".join(listed))
+        every: list[str] = store.get("every").decode().split(",")
+        if store.add("read", 1) == len(self._ranks):
+            for key in ("every", "read", *map(str, self._ranks)):
+                store.delete_key(key)
+        return every
+
+
 _open: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+_pools: weakref.WeakKeyDictionary[Any, dict[str, _Pool]] = weakref.WeakKeyDictionary()
+
+
+def _pool_of(ranks: list[int], backend: str) -> _Pool:
+    """Return the pool of some ranks, in this job of `torch.distributed`."""
+    pools = _pools.setdefault(dist.group.WORLD, {})
+    is_whole = ranks == list(range(dist.get_world_size()))
+    return pools.setdefault(f"{backend} {ranks}", _Pool(ranks, is_whole))
 
 
 @atexit.register
@@ -34,47 +152,56 @@ def _let_go() -> None:
     longer, neither we nor `torch.distributed`.
     """
     for group in list(_open):
-        if group.backend == "gloo" and dist.is_initialized():
-            with suppress(ValueError):  # a group of a job that ended before this one began
-                group.hang_up()
-        group.release()
+        group.drop_works()
+    if not dist.is_initialized():
+        return
+    for name, pool in _pools.get(dist.group.WORLD, {}).items():
+        for connection in pool.connections if name.startswith("gloo") else ():
+            connection.close()
 
 
 class ProcessGroup:
     """Process group of our own over the ranks of the user's; all of them construct it.
 
     So our collectives never match the user's, and a rank that fails can close the connections: then
-    the others fail too instead of waiting.
+    the others fail too instead of waiting. When all ranks have collected it, another one uses its
+    connections.
 
     Args:
         group: `torch.distributed`'s, whose backend and timeout ours has; None for all ranks.
         ranks: of ours, if they are not those of `group`.
-        by_all: all ranks of the job construct it, also those that are not in it.
 
     Attributes:
         failed: a collective has failed, as another rank has stopped.
     """
 
-    def __init__(
-        self, group: Any = None, ranks: list[int] | None = None, *, by_all: bool = False
-    ) -> None:
+    def __init__(self, group: Any = None, ranks: list[int] | None = None) -> None:
         everybody = list(range(dist.get_world_size()))
         if ranks is None:
             ranks = everybody if group is None else dist.get_process_group_ranks(group)
-        self.ranks = ranks
-        self.device = torch.device("cpu")
+        device = torch.device("cpu")
         backend = dist.get_backend(group)
         if backend == "nccl":
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        among: dict[str, Any] = {}
-        if self.ranks != everybody:  # other ranks do not call new_group
-            among = {"ranks": self.ranks, "use_local_synchronization": not by_all}
-        self.backend = backend
-        timeout = _timeout_of(group, self.device)
-        self._handle: Any = dist.new_group(backend=backend, timeout=timeout, **among)
+            device = torch.device("cuda", torch.cuda.current_device())
+        timeout = _timeout_of(group, device)
+        pool = _pool_of(ranks, backend)
+        connection = pool.take(timeout, device)
+        if connection is None:
+            among: dict[str, Any] = {}
+            if ranks != everybody:  # other ranks do not call new_group
+                among = {"ranks": ranks, "use_local_synchronization": True}
+            connection = _Connection(dist.new_group(backend=backend, timeout=timeout, **among))
+            pool.connections.append(connection)
+        self._use(connection, ranks, backend, device)
+
+    def _use(
+        self, connection: _Connection, ranks: list[int], backend: str, device: torch.device
+    ) -> None:
+        self._connection, self.ranks, self.backend, self.device = connection, ranks, backend, device
         self.failed = False
         self.pending: weakref.WeakSet[Work] = weakref.WeakSet()
         self._parts: list[ProcessGroup] = []
+        connection.lend(self)
         _open.add(self)
 
     def split(self, parts: list[list[int]]) -> ProcessGroup:
@@ -83,10 +210,18 @@ class ProcessGroup:
         All ranks of the job call it with the same parts. If members alone did, PyTorch would name a
         group by the number of groups that a rank knows, and ranks with other numbers would wait.
         """
-        every = [ProcessGroup(self.handle, ranks, by_all=True) for ranks in parts]
-        (own,) = (part for part in every if dist.get_rank() in part.ranks)
-        self._parts.append(own)
-        return own
+        (ranks,) = (part for part in parts if dist.get_rank() in part)
+        known = self._connection.parts
+        if repr(parts) not in known:
+            timeout = _timeout_of(self.handle, self.device)
+            for part in parts:
+                handle = dist.new_group(part, backend=self.backend, timeout=timeout)
+                if part is ranks:
+                    known[repr(parts)] = _Connection(handle)
+        part_group = object.__new__(ProcessGroup)
+        part_group._use(known[repr(parts)], ranks, self.backend, self.device)
+        self._parts.append(part_group)
+        return part_group
 
     def rank(self) -> int:
         """Return this rank's index in the group."""
@@ -99,7 +234,7 @@ class ProcessGroup:
     @property
     def closed(self) -> bool:
         """Return True after `hang_up`."""
-        return self._handle is None
+        return self._connection.handle is None
 
     @property
     def handle(self) -> Any:
@@ -108,26 +243,30 @@ class ProcessGroup:
         Raises:
             RuntimeError: after `hang_up`. To `torch.distributed` no group means all ranks.
         """
-        if self._handle is None:
+        handle = self._connection.handle
+        if handle is None:
             raise RuntimeError(_CLOSED)
-        return self._handle
-
-    def release(self) -> Any:
-        """Let go of `torch.distributed`'s group, and return it; None if that was done before."""
-        handle, self._handle = self._handle, None
         return handle
 
-    def hang_up(self) -> None:
-        """Close the connections, those of parts too: ranks that wait for this one fail.
+    def add(self, work: Work, collective: Any) -> None:
+        """Remember a collective until it was waited for."""
+        self.pending.add(work)
+        self._connection.unfinished[id(work)] = collective
 
-        Collectives that nobody will wait for would keep gloo's open.
-        """
+    def has_ended(self, work: Work) -> None:
+        """Forget a collective that was waited for, with success."""
+        self._connection.unfinished.pop(id(work), None)
+
+    def drop_works(self) -> None:
+        """Release the collectives that nobody will wait for: they would keep gloo's threads."""
         for work in self.pending:
             work.release()
-        if handle := self.release():
-            dist.destroy_process_group(handle)
-        for part in self._parts:
-            part.hang_up()
+
+    def hang_up(self) -> None:
+        """Close the connections, those of parts too: ranks that wait for this one fail."""
+        for group in (self, *self._parts):
+            group.drop_works()
+        self._connection.close()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -144,10 +283,7 @@ class ProcessGroup:
         So what holds this group goes on with other ranks.
         """
         self.hang_up()
-        self.ranks, self.failed = list(range(dist.get_world_size())), False
-        timeout = _timeout_of(None, self.device)
-        self._handle = dist.new_group(backend=self.backend, timeout=timeout)
-        _open.add(self)
+        self.__init__()  # type: ignore[misc]
 
     def gather_objects(self, item: Any, kind: Any) -> list[Any]:
         """Gather an item of type `kind` from every rank; see `runtime.typed_json`."""
@@ -170,12 +306,20 @@ def _timeout_of(group: Any, device: torch.device) -> Any:
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
+def _has_succeeded(collective: Any) -> bool:
+    """Return True if a collective has ended on this rank, and so was started on all ranks."""
+    try:
+        return bool(collective.is_completed() and collective.wait())
+    except RuntimeError:
+        return False
+
+
 class Work:
     """Handle of a pending collective of a group, and the function that shapes its result."""
 
     def __init__(self, work: Any, shaped: Callable[[], torch.Tensor], group: ProcessGroup) -> None:
         self._work, self._shaped, self._group = work, shaped, group
-        group.pending.add(self)
+        group.add(self, work)
 
     @classmethod
     def of(cls, allgather: Any, tensor: torch.Tensor, group: ProcessGroup) -> Work:
@@ -194,6 +338,7 @@ class Work:
             raise RuntimeError(_CLOSED)
         with self._group.watched():
             self._work.wait()
+        self._group.has_ended(self)
         return self._shaped()
 
     def release(self) -> None:

@@ -76,11 +76,13 @@ def source_of(
 
 @interpreted
 def _take_pass(
-    alive: weakref.ref[Sources], parameter: torch.nn.Parameter, contribution: torch.Tensor
+    alive: weakref.ref[Sources],
+    owner: weakref.ref[torch.nn.Parameter],  # which keeps the hook
+    contribution: torch.Tensor,
 ) -> None:
     """Take one pass's contribution before it is accumulated; a tensor hook."""
-    sources = alive()
-    if sources is not None:
+    sources, parameter = alive(), owner()
+    if sources is not None and parameter is not None:
         # Without a gradient nothing was accumulated: earlier passes were dropped.
         sources.add_pass(parameter, contribution, anew=parameter.grad is None)
 
@@ -112,7 +114,8 @@ class Sources:
         for bucket in buckets:
             if self.source == "microbatch" and bucket.moment is not None:
                 for parameter in bucket.parameters:
-                    parameter.register_hook(partial(_take_pass, weakref.ref(self), parameter))
+                    hook = partial(_take_pass, weakref.ref(self), weakref.ref(parameter))
+                    parameter.register_hook(hook)
 
     def add_pass(
         self,

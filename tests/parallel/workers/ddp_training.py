@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import logging
+import os
 import sys
 import time
 from functools import partial
@@ -38,7 +39,7 @@ from hvd_gradcomp import (
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
-from hvd_gradcomp.torch import ddp
+from hvd_gradcomp.torch import ddp, trainers
 from hvd_gradcomp.torch.step_sync import OutOfStepError
 from tests.methods import (
     BALANCED,
@@ -53,6 +54,7 @@ from tests.methods import (
     TODAY,
     VARIANCE,
 )
+from tests.parallel.workers.lifetimes import leaves_nothing
 from tests.parallel.workers.perceptron import STEPS, Model, loss, vector
 
 TIMEOUT = datetime.timedelta(minutes=3)
@@ -1387,6 +1389,157 @@ def step_left_out(**options):
     assert state.stats().skipped == 1
     train(model, optimizer, 2, first=3)
     alike(vector(model))
+
+
+def made_and_dropped():
+    """Cross-validation, sweeps: a process holds as much after the fifth model as after the second.
+
+    With three ranks two of them take part.
+    """
+    group = dist.new_group([0, 1]) if dist.get_world_size() > 2 else None
+    if dist.get_rank() < 2:
+        for name, make in lifetimes_of(group).items():
+            leaves_nothing(name, make)
+        kept_by_one_rank(group)
+    dist.barrier()
+
+
+def lifetimes_of(group):
+    of_ddp = {"process_group": group}
+
+    def stock():
+        model = ddp_model(**of_ddp)
+        train(model, sgd(model), 3)
+        return [model.module]
+
+    def compressed(compression=None, momentum=0.0, **options):
+        compression = compression or QSGDCompressor()
+        model = ddp_model(**of_ddp)
+        optimizer = sgd(model, momentum=momentum)
+        if momentum:
+            options["optimizer"] = optimizer
+        state = ddp.compress(model, compression, **options)
+        train(model, optimizer, 3)
+        state.load_state_dict(state.state_dict())
+        ddp.verify(model)
+        return [model.module, state, state._run, optimizer]
+
+    def in_a_cycle():
+        made = compressed()
+        made[1].itself = made[1]
+        return made
+
+    def micro_batches():
+        model = ddp_model(**of_ddp)
+        compression = VarianceCompressor(alpha=2.0)
+        state = ddp.compress(model, compression, backward_passes_per_step=2)
+        for step in range(3):
+            with model.no_sync():
+                backward(model, step)
+            backward(model, step)
+        return [model.module, state, state._run]
+
+    def per_sample():
+        model = ddp_model(ddp.track_moments, **of_ddp)
+        state = ddp.compress(model, VarianceCompressor(alpha=2.0))
+        train(model, sgd(model), 3)
+        return [model.module, state, state._run]
+
+    def hook():
+        model = ddp_model(**of_ddp)
+        model.register_comm_hook(QSGDCompressor(), ddp.hook)
+        train(model, sgd(model), 3)
+        return [model.module, ddp.state_of(model)]
+
+    def scaled_and_logged():
+        model = ddp_model(**of_ddp)
+        state, optimizer = ddp.compress(model, QSGDCompressor()), sgd(model)
+        scaler = torch.amp.GradScaler("cpu")
+        writer = ddp.StatsWriter(state, every=1, writers=[ddp.JSONLines(os.devnull)])
+        for step in range(3):
+            scaler.scale(loss(model, step, dist.get_rank())).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            writer.step()
+        return [model.module, state, scaler, writer]
+
+    def trainer():
+        training = trainers.CompressedTraining(QSGDCompressor(), {})
+        model = ddp_model(**of_ddp)
+        training.begin(model)
+        train(model, sgd(model), 3)
+        training.load(training.state.state_dict(), "a file")
+        return [model.module, training, training.state]
+
+    def wrapped_optimizer(make):
+        torch.manual_seed(1)
+        model = Model()
+        optimizer = make(model)
+        train(model, optimizer, 3)
+        return [model, optimizer, *optimizer.all_reducers]
+
+    def local_steps(**options):
+        how = {"every": 2, "compression": QSGDCompressor(), **of_ddp, **options}
+        return lambda: wrapped_optimizer(
+            lambda m: ddp.LocalSteps(sgd(m), m.named_parameters(), **how)
+        )
+
+    def buffers():
+        return local_steps(named_buffers=[("mean", torch.ones(3))])()
+
+    def momentum_exchange():
+        return wrapped_optimizer(
+            lambda m: ddp.MomentumExchange(
+                torch.optim.Adam(m.parameters()),
+                m.named_parameters(),
+                OneBitCompressor(),
+                1,
+                **of_ddp,
+            )
+        )
+
+    every = {
+        "stock": stock,
+        "compress": compressed,
+        "momentum": lambda: compressed(DGCCompressor(density=0.1), momentum=0.9),
+        "in a cycle": in_a_cycle,
+        "micro-batches": micro_batches,
+        "moments of samples": per_sample,
+        "hook": hook,
+        "GradScaler, StatsWriter": scaled_and_logged,
+        "trainer": trainer,
+        "LocalSteps": local_steps(warmup_steps=1, fragments=2),
+        "LocalSteps, on its way": local_steps(delay=1),
+        "LocalSteps, deadline": local_steps(deadline=60.0),
+        "LocalSteps, buffers": buffers,
+        "MomentumExchange": momentum_exchange,
+    }
+    if group is None:
+        mesh = init_device_mesh("cpu", (1, 2))
+        every["hierarchical"] = lambda: compressed(hierarchical=mesh)
+        every["LocalSteps, ranks apart"] = local_steps_apart
+    return every
+
+
+def local_steps_apart():
+    """A rank has submitted the number of its steps, and the other one never does."""
+    torch.manual_seed(1)
+    model = Model()
+    how = {"every": 3, "deadline": 60.0}
+    optimizer = ddp.LocalSteps(sgd(model), model.named_parameters(), **how)
+    train(model, optimizer, 4 + dist.get_rank())
+    return [model, optimizer]
+
+
+def kept_by_one_rank(group):
+    """What one rank alone has dropped is not used again."""
+    models = []
+    for _ in range(3):
+        model, state = wrapped(StromCompressor(tau=0.01), of_ddp={"process_group": group})
+        train(model, sgd(model), 2)
+        models += [(model, state)] if dist.get_rank() == 1 or not models else []
+    train(models[0][0], sgd(models[0][0]), 2)
+    alike(vector(models[0][0]), group)
 
 
 def compared(folder):

@@ -49,6 +49,7 @@ from tests.methods import (
     TODAY,
 )
 from tests.parallel.workers.ddp_training import TIMEOUT, alike, raises
+from tests.parallel.workers.lifetimes import leaves_nothing
 
 STROM, STEPS, WIDTH, WORDS = StromCompressor(tau=0.003), 5, 18, 11
 SHAPES = (5, 3), (6, 4), (4, 3), (1,)
@@ -673,6 +674,19 @@ def waits_as_long():
     _, state = chain(None, mesh)
     for ours in (state._replicas, state._everybody):
         assert ours.handle._get_backend(torch.device("cpu")).options._timeout == timeout
+
+
+def made_and_dropped():
+    """A process holds as much after the fifth model as after the second."""
+    mesh = mesh_of()
+
+    def compressed():
+        model = sharded(mesh["in"])
+        state = fsdp.compress(model, STROM, mesh=mesh)
+        train(model, sgd(model), 3)
+        return [model, state, state._run]
+
+    leaves_nothing("fsdp.compress", compressed)
 
 
 def one_fails():

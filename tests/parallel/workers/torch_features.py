@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 import hvd_gradcomp.torch as hvd
+from tests.parallel.workers.lifetimes import leaves_nothing
 from tests.parallel.workers.results import digest, finish, on_timeline
 
 COMPRESSOR = hvd.HybridCompressor(tau=0.01, alpha=0.5, moments="step")
@@ -483,6 +484,49 @@ def watched(folder):
     return model
 
 
+def made_and_dropped():
+    """A process holds as much after the fifth model as after the second."""
+
+    def distributed_optimizer(**how):
+        model = linear(10, 10, 3)
+        optimizer = distributed(model, **how)
+        return model, optimizer, optimizer._gradcomp, optimizer._synchronizer
+
+    def wrapped(make):
+        model = linear(10, 10, 3)
+        optimizer = make(model)
+        return model, optimizer, *optimizer.all_reducers
+
+    def local_steps(model):
+        inner = torch.optim.SGD(model.parameters(), lr=0.05)
+        how = {"every": 2, "fragments": 2, "compression": hvd.QSGDCompressor()}
+        return hvd.LocalSteps(inner, model.named_parameters(), **how)
+
+    def momentum_exchange(model):
+        inner = torch.optim.Adam(model.parameters())
+        return hvd.MomentumExchange(inner, model.named_parameters(), hvd.OneBitCompressor(), 1)
+
+    hosts = {
+        "DistributedOptimizer": distributed_optimizer,
+        "momentum": lambda: distributed_optimizer(compression=hvd.DGCCompressor(density=0.1)),
+        "LocalSteps": lambda: wrapped(local_steps),
+        "MomentumExchange": lambda: wrapped(momentum_exchange),
+    }
+
+    def trained(make):
+        made = make()
+        model, optimizer, *_ = made
+        for x in batches(3, 4, 10):
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+        return made
+
+    for name, make in hosts.items():
+        leaves_nothing(name, lambda make=make: trained(make))
+    return linear(10, 10, 3)
+
+
 def main(folder: str, ranks: str) -> None:
     subset = hvd.ProcessSet(range(int(ranks) - 1))
     torch.set_num_threads(1)
@@ -536,6 +580,7 @@ def main(folder: str, ranks: str) -> None:
             "rank 0's state": rank_zeros_state,
             "two optimizers": two_optimizers,
             "made again": made_again,
+            "made and dropped": made_and_dropped,
             "watched": lambda: watched(folder),
         }
     )
