@@ -32,8 +32,8 @@ from hvd_gradcomp.tensorflow.keras import loss_scale, serialization
 from hvd_gradcomp.tensorflow.keras.local_vars import local_places, places_of
 from hvd_gradcomp.tensorflow.keras.step_exchange import StepExchange
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
-from hvd_gradcomp.tensorflow.reducer import LOGGER, TITLES, GraphReducer
-from hvd_gradcomp.tensorflow.reducers import distributed_in
+from hvd_gradcomp.tensorflow.reducer import LOGGER, TITLES, GraphReducer, require_one_replica
+from hvd_gradcomp.tensorflow.reducers import distributed_in, exchanges_in
 from hvd_gradcomp.tensorflow.tape import layers_in, variables_of
 
 if TYPE_CHECKING:
@@ -147,6 +147,11 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         raise ValueError(
             f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}"
         )
+    if (exchanging := exchanges_in(optimizer)) not in ("", DistributedOptimizerMixin.host):
+        raise ValueError(
+            f"{exchanging} exchanges already, or is meant to: give hvd.DistributedOptimizer the "
+            "plain optimizer"
+        )
     inner = _inner_of(optimizer)
     if getattr(inner, "gradient_accumulation_steps", None):
         raise ValueError(
@@ -233,8 +238,13 @@ def PartialDistributedOptimizer(  # noqa: N802 - the name that users of Horovod 
 
 
 class DistributedOptimizerMixin(_KerasOptimizer):
-    """Optimizer mixin that exchanges gradients; it comes before the Keras class."""
+    """Optimizer mixin that exchanges gradients; it comes before the Keras class.
 
+    Attributes:
+        host: its name to users.
+    """
+
+    host = "hvd.DistributedOptimizer"
     _base: type  # the Keras class
     _gradcomp: GraphReducer | None = None  # that of the exchange
     _step_exchange: StepExchange | None = None  # once it is built; None where this rank has no part
@@ -374,6 +384,7 @@ class DistributedOptimizerMixin(_KerasOptimizer):
 
     @tf.autograph.experimental.do_not_convert
     def _build(self, variables: Sequence[Any], scaled: bool) -> None:
+        require_one_replica(self._distribution_strategy)
         super().build(variables)
         self._plain = list(self.variables)
         self._local: frozenset[int] = frozenset()
@@ -393,6 +404,7 @@ class DistributedOptimizerMixin(_KerasOptimizer):
             self._title,
             self._settings,
             self._state_variable,
+            self.host,
         )
         self._step_exchange, self._gradcomp = exchange, exchange.reducer
         # Checkpoints of TensorFlow know variables by the names of these attributes.
