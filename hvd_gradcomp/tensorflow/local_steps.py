@@ -32,7 +32,7 @@ from hvd_gradcomp.tensorflow.comm import takes_part
 from hvd_gradcomp.tensorflow.exchange_check import ExchangeCheck
 from hvd_gradcomp.tensorflow.fragments import Fragment, RoundCounters
 from hvd_gradcomp.tensorflow.layers import named_layers, widened
-from hvd_gradcomp.tensorflow.moving_averages import averages_of
+from hvd_gradcomp.tensorflow.moving_averages import UnknownAverages, averages_of
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.outer_loop import OuterLoop
 from hvd_gradcomp.tensorflow.reducer import LOGGER, GraphReducer
@@ -107,8 +107,7 @@ class LocalSteps(tf.Module):
             averaged after each exchange of all fragments. None leaves them to each rank.
         optimizer: the inner optimizer, built, whose state checkpoints are to keep of each rank. If
             it keeps moving averages (`use_ema=True`), they become those of the global variables,
-            at each exchange, which counts as `every` steps; without this argument they stay those
-            of each rank.
+            at each exchange, which counts as `every` steps. Needed for such an optimizer.
         process_set: the ranks that take part.
         hierarchical: ranks of a host average their gradients in every step, dense, by
             `reduce_gradients`, and hosts exchange. Needs `hvd.init(process_sets="dynamic")` where a
@@ -225,6 +224,8 @@ class LocalSteps(tf.Module):
         for v in map(plain_variable, (*differ, *variables, *inner)):
             if isinstance(v, tf.Variable):
                 keep_apart(v)
+        self._knows_averages = optimizer is not None
+        self._unknown_averages: UnknownAverages | None = None
         self._rivals = RivalExchanges(variables)
         self._successor: LocalSchedule | None = None  # of a later LocalSteps over these variables
         for v in map(plain_variable, variables):
@@ -273,6 +274,7 @@ class LocalSteps(tf.Module):
             DivergedError: on all ranks, in the first step and at each exchange, if their global
                 variables differ.
             MismatchError: on all ranks, in the first step, if they train different models.
+            ValueError: in the second step, an optimizer keeps moving averages, and is not known.
             NonFiniteGradientError: on all ranks, if the variables of one of them are not finite;
                 with nonfinite="skip" all ranks go back to the global variables instead.
             RuntimeError: in a graph that is traced; the gradients were exchanged in this step, or
@@ -281,6 +283,7 @@ class LocalSteps(tf.Module):
         """
         _require_eager("step")
         self._require_sole()
+        self._require_known_averages()
         counters, alone = self._counters, 0
         counters.steps.assign_add(steps)
         first = int(counters.clock) + 1
@@ -359,6 +362,16 @@ class LocalSteps(tf.Module):
                 int(tf.reduce_max(self._counters.moved)),
             )
         self._loop.begin_anew()
+
+    def _require_known_averages(self) -> None:
+        """Require, in the second step, that no optimizer averages this rank's variables alone."""
+        if self._knows_averages:
+            return
+        if self._unknown_averages is None:
+            self._unknown_averages = UnknownAverages(self.trained)
+        else:
+            self._unknown_averages.require_none()
+            self._knows_averages = True
 
     def _require_sole(self) -> None:
         """Check that nothing else exchanges these variables, or their gradients.

@@ -6,6 +6,9 @@ average of the global variables, which is equal on all ranks without being excha
 
 from __future__ import annotations
 
+import gc
+import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,6 +55,49 @@ def averages_of(optimizer: Optimizer | None) -> dict[int, MovingAverage]:
         for v, average in zip(each._trainable_variables, each._model_variables_moving_average)
         if average is not None
     }
+
+
+class UnknownAverages:
+    """Search for an optimizer that keeps moving averages and that local steps were not told of.
+
+    Variables do not know their optimizers, so all live objects are searched, once; an optimizer
+    counts if it has stepped since.
+
+    Args:
+        variables: that are trained.
+    """
+
+    def __init__(self, variables: Sequence[object]) -> None:
+        wanted = {id(plain_variable(v)) for v in variables}
+        self._optimizers = [
+            (weakref.ref(each), int(each.iterations))
+            for each in _live_optimizers()
+            if not wanted.isdisjoint(averages_of(each))
+        ]
+
+    def require_none(self) -> None:
+        """Require that no such optimizer has stepped.
+
+        Raises:
+            ValueError: one has.
+        """
+        for ref, before in self._optimizers:
+            optimizer = ref()
+            if optimizer is not None and int(optimizer.iterations) != before:
+                raise ValueError(
+                    f"{optimizer.name} keeps moving averages of these variables, use_ema=True, and "
+                    "each rank would end with its own: give LocalSteps(..., optimizer=...), which "
+                    "makes them averages of the global variables"
+                )
+
+
+def _live_optimizers() -> Iterator[Optimizer]:
+    keras = sys.modules.get("keras")
+    if keras is None:
+        return
+    for each in gc.get_objects():
+        if issubclass(type(each), keras.optimizers.Optimizer):  # the object may load on access
+            yield each
 
 
 class GlobalAverages:

@@ -326,6 +326,24 @@ def test_moving_averages_are_those_of_the_global_variables(fragments, around):
     np.testing.assert_allclose(kept, wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_an_optimizer_with_moving_averages_has_to_be_known():
+    variables = [keras.Variable(v.numpy()) for v in network()]
+    optimizers = averaging(), averaging()
+    for each in optimizers:
+        each.build(variables)
+    ones = [tf.ones(v.shape) for v in variables]
+    optimizers[0].apply(ones, variables)  # of an earlier phase
+    local = hvd.LocalSteps(variables, 4)
+    for _ in range(2):
+        local.step()
+    local = hvd.LocalSteps(variables, 4)
+    optimizers[1].apply(ones, variables)
+    local.step()
+    optimizers[1].apply(ones, variables)
+    with pytest.raises(ValueError, match=r"use_ema=True.*optimizer=\.\.\."):
+        local.step()
+
+
 def test_moving_averages_go_back_with_the_variables():
     variables = [keras.Variable(v.numpy()) for v in network()]
     optimizer = averaging()

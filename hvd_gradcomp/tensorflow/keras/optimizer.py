@@ -67,7 +67,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     """Wrap a Keras optimizer so that gradients are exchanged compressed before each update.
 
     Works with `model.fit`, in graph mode and eagerly, and in custom loops through `apply` or
-    `apply_gradients`. Do not combine it with `DistributedGradientTape`: that would reduce twice.
+    `apply_gradients`. A `DistributedGradientTape` before it, which reduces the same gradients, is
+    an error, and so are several replicas of `tf.distribute` in a process.
 
     Mixed precision: wrap a `keras.optimizers.LossScaleOptimizer`, or let Keras wrap this one, as
     `compile` does under the policy "mixed_float16". Gradients are exchanged, and kept from step to
@@ -116,7 +117,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     Raises:
         ValueError: Horovod is not initialised; groups or Adasum are asked for; the optimizer
             accumulates gradients by itself; `moments` needs something that is not set up; hosts or
-            Horovod are not as `hierarchical` needs them.
+            Horovod are not as `hierarchical` needs them; the optimizer exchanges by itself; in
+            `apply`, a tape has exchanged the gradients.
         TypeError: `compression` is no compressor, or `optimizer` no Keras 3 optimizer.
         MismatchError: at the first step, on all ranks, if they do not train the same model.
         DivergedError: in `apply`, on all ranks, with `verify_every`.
