@@ -370,12 +370,11 @@ class Embedded(layers.Layer):
 
 def averaged_fits():
     """Digests after each of two `fit` with moving averages, and the least weight of one >= 0."""
-    found = {}
+    found, sparse = {}, hvd.SparseGDCompressor(density=0.2)
     nonneg = {"kernel_constraint": keras.constraints.NonNeg(), "use_bias": False}
     for name, how, after in (
         ("plain", {"every": 3}, []),
-        ("at its end", {"every": 3, "at_epoch_end": False}, []),
-        ("sparse", {"every": 3, "compression": hvd.SparseGDCompressor(density=0.2)}, []),
+        ("at its end", {"every": 3, "at_epoch_end": False, "compression": sparse}, []),
         ("swapped", {"every": 4}, [keras.callbacks.SwapEMAWeights()]),
     ):
         optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
