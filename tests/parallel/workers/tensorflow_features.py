@@ -398,7 +398,8 @@ def constrained(dtype):
     random, made = np.random.default_rng(1), []
     kinds = keras.constraints.NonNeg(), keras.constraints.UnitNorm(), keras.constraints.MaxNorm(1.0)
     for shape, constraint in zip(((6, 4), (5, 3), (4, 3), (3,)), (*kinds, None)):
-        made.append(keras.Variable(random.standard_normal(shape), dtype=dtype))
+        name = f"layer_{len(made)}"
+        made.append(keras.Variable(random.standard_normal(shape), dtype=dtype, name=name))
         made[-1].constraint = constraint
     return made
 
@@ -407,7 +408,7 @@ def several_optimizers():
     from keras.src.optimizers.multi_optimizer import OptimizerMap
 
     several = OptimizerMap(keras.optimizers.SGD(0.1, use_ema=True))
-    several["variable_1"] = keras.optimizers.Adam(0.1, clipnorm=0.3)
+    several["layer_0"] = keras.optimizers.Adam(0.1, clipnorm=0.3)
     return keras.optimizers.MultiOptimizer(several)
 
 
@@ -439,8 +440,8 @@ def like_keras():
                 stock.apply([tf.cast(g, dtype) for g in total], theirs)
         for each, variables in ((optimizer, ours), (stock, theirs)):
             each.finalize_variable_values(variables)
-        pairs = [(a.numpy().astype("float64"), b.numpy()) for a, b in zip(ours, theirs)]
-        return max(float(np.abs(a - b).max()) for a, b in pairs), digest(a for a, _ in pairs)
+        ends = [[v.numpy().astype("float64") for v in each] for each in (ours, theirs)]
+        return max(float(np.abs(a - b).max()) for a, b in zip(*ends)), digest(ends[0])
 
     def momenta(adam):
         return MomentumExchange(adam, None, 100)
