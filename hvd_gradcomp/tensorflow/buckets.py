@@ -154,7 +154,11 @@ class BucketPlanner:
         self._make_variable, self._keeps_previous = make_variable, keeps_previous
         for layer, _, dtype in self.layers:
             if dtype not in _FLOATS:
-                raise ValueError(f"{layer} has dtype {dtype}; only floating point is reduced")
+                raise ValueError(
+                    f"{layer} has dtype {dtype}, and only real floating point is exchanged: keep "
+                    "real and imaginary parts in variables of their own, or leave the variable to "
+                    "its rank (hvd.PartialDistributedOptimizer, hvd.PartialDistributedGradientTape)"
+                )
         self.previous: StateSnapshot | None = None
         self.buckets: list[Bucket] = []
         self.assigned: Sequence[Compressor] = ()

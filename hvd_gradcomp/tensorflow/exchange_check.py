@@ -22,6 +22,9 @@ from hvd_gradcomp.tensorflow import checksums, comm
 from hvd_gradcomp.tensorflow.averaging import GradientAverage
 from hvd_gradcomp.tensorflow.fragments import Fragment, RoundCounters
 from hvd_gradcomp.tensorflow.reducer import GraphReducer
+from hvd_gradcomp.tensorflow.variables import plain_variable
+
+_BEGINS = -1  # in the place of a fragment's number, before the first step
 
 
 class ExchangeCheck:
@@ -37,6 +40,7 @@ class ExchangeCheck:
 
     Attributes:
         title: as given.
+        has_diverged: the ranks' global variables differed when they were compared.
     """
 
     def __init__(
@@ -50,28 +54,51 @@ class ExchangeCheck:
     ) -> None:
         self._process_set, self._settings, self._layers = process_set, settings, layers
         self._counters, self._averages = counters, averages
+        self.has_diverged = False
         self.restart(title)
 
     def restart(self, title: str) -> None:
         """Go on under another title, maybe among other ranks, which are yet to be compared."""
         self.title, self._agreed = title, False
+        self.compare_anew()
+
+    def compare_anew(self) -> None:
+        """Compare the variables before the next step, since they were set."""
+        self._compared = False
 
     @property
     def is_first(self) -> bool:
         """Return True on the rank that speaks for all."""
         return bool(self._process_set.rank() == 0)
 
-    def agree(self, reducers: Sequence[GraphReducer]) -> None:
-        """Compare what is trained, and how, once; then averages in hosts may begin.
+    def begin(self, fragments: Sequence[Fragment], warms_up: bool) -> None:
+        """Compare what is trained, how, and from where, before the first step of this rank.
+
+        Then averages in hosts may begin.
 
         Args:
-            reducers: one for each fragment.
+            fragments: of the model.
+            warms_up: the model's variables count; otherwise the global ones, from which this rank
+                may have moved.
 
         Raises:
-            MismatchError: on all ranks, if it is not the same.
+            MismatchError: on all ranks, if they do not train the same.
+            DivergedError: on all ranks, if their variables differ.
         """
-        if self._agreed:
+        reducers = [fragment.reducer for fragment in fragments]
+        if not self._agreed:
+            self._agree(reducers)
+        if self._compared:
             return
+        kept = [f.sources if warms_up else f.shared for f in fragments]
+        values = [plain_variable(v).read_value() for some in kept for v in some]
+        digest = _checksum(reducers[0], values)
+        exchanges = sum(int(reducer.steps) for reducer in reducers)
+        own = ExchangeState(_BEGINS, 1, exchanges, 0, 0, digest, 0)
+        self._require_equal(self._gather_states(own))
+        self._compared, self.has_diverged = True, False
+
+    def _agree(self, reducers: Sequence[GraphReducer]) -> None:
         own = config_check.describe(
             self._layers,
             reducers[0].compressor,
@@ -86,6 +113,16 @@ class ExchangeCheck:
         self._averages.connect(self.title, reducers[0].participants)
         self._agreed = True
 
+    def were_set(self, here: bool, is_exchanged: bool) -> bool:
+        """Return True if variables of some rank were set, and no rank is between exchanges.
+
+        Args:
+            here: those of this rank were.
+            is_exchanged: this rank has the global variables, but for what was set.
+        """
+        states = self._gather((here, is_exchanged), tuple[bool, bool])
+        return any(here for here, _ in states) and all(done for _, done in states)
+
     def compare(self, number: int, fragment: Fragment, asked: bool) -> States:
         """Compare what the ranks are about to exchange; return the state of each.
 
@@ -99,7 +136,6 @@ class ExchangeCheck:
             DivergedError: on all ranks, if their global variables differ.
             RuntimeError: on all ranks, if one has averaged no gradients in its host, and had to.
         """
-        digests = checksums.digests_of(fragment.reducer.ops, fragment.copies)
         missed, moved = self._averages.has_missed(number), int(self._counters.moved[number])
         own = ExchangeState(
             number,
@@ -107,19 +143,11 @@ class ExchangeCheck:
             int(fragment.reducer.steps),
             int(self._counters.clock),
             moved,
-            zlib.crc32(digests.numpy().tobytes()),
+            _checksum(fragment.reducer, fragment.shared),
             fault=int(missed and moved > 0),
         )
-        every = self._gather(own, ExchangeState)
-        states = dict(zip(self._process_set.ranks or range(len(every)), every))
-        if error := out_of_step(states):
-            raise error
-        remedy = (
-            "Make LocalSteps once all ranks have equal variables, by hvd.broadcast_variables or a "
-            "seed"
-        )
-        if different := diverged(digests_of(states), "variables", remedy):
-            raise different
+        states = self._gather_states(own)
+        self._require_equal(states)
         if alone := [rank for rank, state in states.items() if state.fault]:
             raise RuntimeError(
                 "hierarchical=True averages gradients over the ranks of a host in every step, and "
@@ -128,6 +156,26 @@ class ExchangeCheck:
             )
         return states
 
+    def _gather_states(self, own: ExchangeState) -> States:
+        every = self._gather(own, ExchangeState)
+        states = dict(zip(self._process_set.ranks or range(len(every)), every))
+        if error := out_of_step(states):
+            raise error
+        return states
+
+    def _require_equal(self, states: States) -> None:
+        remedy = (
+            "Make LocalSteps once all ranks have equal variables, by hvd.broadcast_variables or a "
+            "seed"
+        )
+        if different := diverged(digests_of(states), "variables", remedy):
+            self.has_diverged = True
+            raise different
+
     def _gather(self, item: Any, kind: Any) -> list[Any]:
         with tf.init_scope(), comm.explained("the exchange of local steps"):
             return comm.gather_objects(item, kind, self.title, self._process_set)
+
+
+def _checksum(reducer: GraphReducer, values: Sequence[Any]) -> int:
+    return zlib.crc32(checksums.digests_of(reducer.ops, values).numpy().tobytes())

@@ -12,8 +12,9 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_gradcomp.algorithms.local_steps import OuterSGD
+from hvd_gradcomp.tensorflow.moving_averages import GlobalAverages, MovingAverage
 from hvd_gradcomp.tensorflow.reducer import GraphReducer
-from hvd_gradcomp.tensorflow.variables import new_variable, plain_variable
+from hvd_gradcomp.tensorflow.variables import new_variable, plain_variable, where_set
 
 
 class RoundCounters:
@@ -59,6 +60,7 @@ class Fragment:
         copies: the global variables, in float32 if the model's are narrower.
         velocities: of the outer optimizer; none without momentum.
         means: reduced pseudogradients that are yet to be applied; none without a delay.
+        averages: moving averages of the global variables, where the inner optimizer keeps such.
     """
 
     sources: list[Any]
@@ -66,10 +68,17 @@ class Fragment:
     copies: list[tf.Variable]
     velocities: list[tf.Variable]
     means: list[tf.Variable]
+    averages: GlobalAverages
 
     @classmethod
     def create(
-        cls, sources: list[Any], reducer: GraphReducer, has_momentum: bool, is_delayed: bool
+        cls,
+        sources: list[Any],
+        reducer: GraphReducer,
+        has_momentum: bool,
+        is_delayed: bool,
+        averages: dict[int, MovingAverage],
+        every: int,
     ) -> Fragment:
         """Create a fragment's variables; the global ones are those of this rank.
 
@@ -78,21 +87,30 @@ class Fragment:
             reducer: of the layers of the global variables.
             has_momentum: the outer optimizer has momentum.
             is_delayed: what is reduced is applied later.
+            averages: those that the inner optimizer keeps.
+            every: steps of a round.
         """
         zeros = [tf.zeros(shape, dtype) for _, shape, dtype in reducer.layers]
 
         def created(name: str, needed: bool = True) -> list[tf.Variable]:
             return [new_variable(f"gradcomp_{name}", zero) for zero in zeros if needed]
 
+        copies = created("global")
         velocities, means = created("velocity", has_momentum), created("mean", is_delayed)
-        fragment = cls(sources, reducer, created("global"), velocities, means)
+        kept = GlobalAverages(sources, copies, averages, every)
+        fragment = cls(sources, reducer, copies, velocities, means, kept)
         fragment.take_copies()
         return fragment
 
     @property
     def variables(self) -> list[tf.Variable]:
         """Return the variables that a checkpoint keeps, without the reducer's."""
-        return [*self.copies, *self.velocities, *self.means]
+        return [*self.shared, *self.velocities, *self.means]
+
+    @property
+    def shared(self) -> list[tf.Variable]:
+        """Return the variables that all ranks compare before an exchange."""
+        return [*self.copies, *self.averages.variables]
 
     def values(self) -> list[tf.Tensor]:
         """Return this rank's variables, in the precision of the global ones."""
@@ -112,16 +130,23 @@ class Fragment:
             for v, c, value in zip(self.sources, self.copies, self.values())
         ]
 
-    def take_copies(self) -> None:
-        """Set the global variables to those of this rank."""
-        for c, value in zip(self.copies, self.values()):
-            c.assign(value)
+    def take_copies(self, keeps_equal: bool = False) -> None:
+        """Set the global variables to those of this rank.
+
+        Args:
+            keeps_equal: leave elements that this rank has as they were handed out: rounded to the
+                precision of the model, they would lose what the global variables know beyond it.
+        """
+        for v, c, value in zip(self.sources, self.copies, self.values()):
+            c.assign(where_set(c, value, v.dtype) if keeps_equal else value)
+        self.averages.take(keeps_equal)
 
     def hand_out(self, blend: float) -> None:
         """Set this rank's variables to the global ones, blended with its own."""
         for v, c, value in zip(self.sources, self.copies, self.values()):
-            mixed = blend * value + (1.0 - blend) * c if blend else c
+            mixed = _constrained(v, blend * value + (1.0 - blend) * c) if blend else c
             v.assign(tf.cast(mixed, plain_variable(v).dtype))
+        self.averages.hand_out()
 
     def is_handed_out(self) -> bool:
         """Return True if this rank's variables are the global ones, in their own precision."""
@@ -134,7 +159,10 @@ class Fragment:
             kept.assign(tf.zeros_like(kept) if mean is None else mean)
 
     def step(self, means: Sequence[Any], outer: OuterSGD, rate: tf.Tensor) -> None:
-        """Step the outer optimizer by reduced pseudogradients; None stays where it is."""
+        """Step the outer optimizer by reduced pseudogradients; None stays where it is.
+
+        Then the constraints of the model's variables hold for the global ones.
+        """
         for place, (v, c, mean) in enumerate(zip(self.sources, self.copies, means)):
             if mean is None or not v.trainable:
                 continue
@@ -143,4 +171,11 @@ class Fragment:
                 velocity = self.velocities[place]
                 velocity.assign(outer.momentum * velocity + mean)
                 change = mean + outer.momentum * velocity if outer.nesterov else velocity
-            c.assign_sub(tf.cast(rate, c.dtype) * change)
+            c.assign(_constrained(v, c - tf.cast(rate, c.dtype) * change))
+        self.averages.update()
+
+
+def _constrained(variable: Any, value: tf.Tensor) -> tf.Tensor:
+    """Return a value as the constraint of a variable, if it has one, allows it."""
+    constraint = getattr(variable, "constraint", None)
+    return value if constraint is None else tf.cast(constraint(value), value.dtype)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
@@ -32,9 +33,12 @@ from hvd_gradcomp.tensorflow.comm import takes_part
 from hvd_gradcomp.tensorflow.exchange_check import ExchangeCheck
 from hvd_gradcomp.tensorflow.fragments import Fragment, RoundCounters
 from hvd_gradcomp.tensorflow.layers import named_layers, widened
+from hvd_gradcomp.tensorflow.moving_averages import UnknownAverages, averages_of
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.outer_loop import OuterLoop
 from hvd_gradcomp.tensorflow.reducer import LOGGER, GraphReducer
+from hvd_gradcomp.tensorflow.reducers import exchanges_in
+from hvd_gradcomp.tensorflow.rivals import RivalExchanges
 from hvd_gradcomp.tensorflow.round_clock import GraphProgressGather
 from hvd_gradcomp.tensorflow.variables import keep_apart, new_variable, plain_variable
 
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
     from keras.optimizers import Optimizer
 
 _titles: dict[int, UniqueNames] = {}  # by process set, whose ranks alone draw names
+_newest: WeakValueDictionary[int, LocalSteps] = WeakValueDictionary()  # by `id` of a variable
 
 
 class LocalSteps(tf.Module):
@@ -63,8 +68,13 @@ class LocalSteps(tf.Module):
         local.exchange()
 
     All but the last two lines may be a `tf.function`; `step` and `exchange` run eagerly. Make it
-    once the ranks have equal variables: it takes them as the global ones. Call `restart()` after
-    variables were set in another way than by training.
+    once the ranks have equal variables, which the first step compares: it takes them as the global
+    ones. Call `restart()` after variables were set in another way than by training. Weights that
+    were swapped for an evaluation and put back are not set.
+
+    A variable's constraint holds for the global one too. Nothing else may exchange the variables,
+    or their gradients: the tape and the optimizer are plain. A process may have several replicas
+    in a `tf.distribute.MirroredStrategy`, which reduces gradients among them.
 
     Variables, and the inner optimizer's, differ between ranks from one exchange to the next.
     Evaluate and save the model after an exchange: the schedule's, or `exchange()`, which all ranks
@@ -97,7 +107,9 @@ class LocalSteps(tf.Module):
         blend: weight of a rank's own variables where global ones arrive; 0.5 with a delay, else 0.
         buffers: variables that are not trained, such as running means; those in floating point are
             averaged after each exchange of all fragments. None leaves them to each rank.
-        optimizer: the inner optimizer, built, whose state checkpoints are to keep of each rank.
+        optimizer: the inner optimizer, built, whose state checkpoints are to keep of each rank. If
+            it keeps moving averages (`use_ema=True`), they become those of the global variables,
+            at each exchange, which counts as `every` steps. Needed for such an optimizer.
         process_set: the ranks that take part.
         hierarchical: ranks of a host average their gradients in every step, dense, by
             `reduce_gradients`, and hosts exchange. Needs `hvd.init(process_sets="dynamic")` where a
@@ -115,13 +127,14 @@ class LocalSteps(tf.Module):
         deadline: as given.
         learning_rate: of the outer optimizer, a variable; assign the same on all ranks.
 
-    Memory: a copy of the variables, the outer momentum, and what the compressor keeps. With a delay
-    another copy.
+    Memory: a copy of the variables, the outer momentum, and what the compressor keeps. With a
+    delay, and with moving averages, another copy.
 
     Raises:
         ValueError: Horovod is not initialised; this rank is not in the process set; a setting is
             out of range; a variable cannot be compressed; moments of samples are asked for; the
-            optimizer is not built; hosts or Horovod are not as `hierarchical` needs them.
+            optimizer is not built or exchanges gradients; hosts or Horovod are not as
+            `hierarchical` needs them.
         TypeError: `compression` is no compressor, or `outer` no `OuterSGD`.
     """
 
@@ -166,7 +179,7 @@ class LocalSteps(tf.Module):
         warn_without_warmup(outer.momentum, compressor, warmup_steps)
         numbers = _titles.setdefault(process_set.process_set_id, UniqueNames("gradcomp.local"))
         title = f"{numbers.take()}.{process_set.process_set_id}"
-        layers = _exchangeable(variables)
+        layers, averages = _exchangeable(variables), averages_of(optimizer)
         parts = [
             Fragment.create(
                 [variables[i] for i in part],
@@ -180,6 +193,8 @@ class LocalSteps(tf.Module):
                 ),
                 has_momentum=bool(outer.momentum),
                 is_delayed=bool(delay),
+                averages=averages,
+                every=every,
             )
             for number, part in enumerate(cut([prod(s) for _, s, _ in layers], fragments))
         ]
@@ -212,6 +227,14 @@ class LocalSteps(tf.Module):
         for v in map(plain_variable, (*differ, *variables, *inner)):
             if isinstance(v, tf.Variable):
                 keep_apart(v)
+        self._knows_averages = optimizer is not None
+        self._unknown_averages: UnknownAverages | None = None
+        self._rivals = RivalExchanges(variables)
+        self._successor: LocalSchedule | None = None  # of a later LocalSteps over these variables
+        for v in map(plain_variable, variables):
+            if (earlier := _newest.get(id(v))) is not None:
+                earlier._successor = self.schedule
+            _newest[id(v)] = self
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -231,11 +254,15 @@ class LocalSteps(tf.Module):
 
         Raises:
             ValueError: there are not as many gradients as variables.
-            MismatchError: on all ranks, the first time, if they do not train the same.
+            MismatchError, DivergedError: on all ranks, the first time, if they do not train the
+                same, or have different variables.
+            RuntimeError: as in `step`.
         """
         if not self._averages.is_used:
             return list(gradients)
-        self._loop.agree()
+        self._require_sole()
+        with tf.init_scope():
+            self._loop.begin(self.warms_up)
         return self._averages.reduce(gradients, self._counters.clock < self.schedule.warmup_steps)
 
     def step(self, steps: int = 1) -> None:
@@ -247,14 +274,19 @@ class LocalSteps(tf.Module):
         Raises:
             OutOfStepError: on all ranks, if they have made different numbers of steps, without a
                 deadline.
-            DivergedError: on all ranks, if their global variables differ.
-            MismatchError: on all ranks, in the first exchange, if they train different models.
+            DivergedError: on all ranks, in the first step and at each exchange, if their global
+                variables differ.
+            MismatchError: on all ranks, in the first step, if they train different models.
+            ValueError: in the second step, an optimizer keeps moving averages, and is not known.
             NonFiniteGradientError: on all ranks, if the variables of one of them are not finite;
                 with nonfinite="skip" all ranks go back to the global variables instead.
-            RuntimeError: in a graph that is traced; on all ranks, if `hierarchical` and one of them
-                has not called `reduce_gradients` since the last exchange.
+            RuntimeError: in a graph that is traced; the gradients were exchanged in this step, or
+                another LocalSteps was made for the variables; on all ranks, if `hierarchical` and
+                one of them has not called `reduce_gradients` since the last exchange.
         """
         _require_eager("step")
+        self._require_sole()
+        self._require_known_averages()
         counters, alone = self._counters, 0
         counters.steps.assign_add(steps)
         first = int(counters.clock) + 1
@@ -266,12 +298,11 @@ class LocalSteps(tf.Module):
                 continue
             counters.moved.assign_add(tf.ones_like(counters.moved))
             alone += 1
+            self._loop.begin()  # with a deadline, a rank without one would never come to the clock
             if self._round_clock is None:
                 self._loop.exchange_due(step)
-        if self._round_clock is not None and alone:
-            self._loop.agree()  # one without a deadline would never come to the clock
-            if self._round_clock.step(alone):
-                self._loop.exchange_all()
+        if self._round_clock is not None and alone and self._round_clock.step(alone):
+            self._loop.exchange_all()
 
     def exchange(self) -> None:
         """Exchange now, whatever the schedule says: at the end of a training, or of an epoch.
@@ -291,7 +322,7 @@ class LocalSteps(tf.Module):
             self._round_clock is not None
             and int(self._counters.clock) >= self.schedule.warmup_steps
         ):
-            self._loop.agree()
+            self._loop.begin()
             while not self._round_clock.meet():
                 self._loop.exchange_all()
         self._loop.exchange_all()
@@ -299,19 +330,20 @@ class LocalSteps(tf.Module):
     def restart(self) -> None:
         """Take this rank's variables as the global ones, after they were set in mid-training.
 
-        All ranks call it, with equal variables: the next exchange compares them. What is on its way
-        is dropped. Not needed after a checkpoint was loaded that has this object in it.
+        All ranks call it, with equal variables: the next step compares them. What is on its way is
+        dropped. Not needed after a checkpoint was loaded that has this object in it.
         """
         if self._round_clock is not None:
             self._round_clock.restart()
+        self._rivals.forget()
         self._loop.restart()
 
     def restart_if_set(self) -> None:
-        """Restart if variables were set since the global ones were applied, and no step was made.
+        """Restart if a rank's variables were set since the global ones were applied.
 
         All ranks call it between steps. It sees no change of variables after a step.
         """
-        if self.is_exchanged and not self._loop.is_handed_out:
+        if self._loop.were_set():
             self.restart()
 
     def begin_anew(self, title: str) -> None:
@@ -333,6 +365,35 @@ class LocalSteps(tf.Module):
                 int(tf.reduce_max(self._counters.moved)),
             )
         self._loop.begin_anew()
+
+    def _require_known_averages(self) -> None:
+        """Require, in the second step, that no optimizer averages this rank's variables alone."""
+        if self._knows_averages:
+            return
+        if self._unknown_averages is None:
+            self._unknown_averages = UnknownAverages(self.trained)
+        else:
+            self._unknown_averages.require_none()
+            self._knows_averages = True
+
+    def _require_sole(self) -> None:
+        """Check that nothing else exchanges these variables, or their gradients.
+
+        Raises:
+            RuntimeError: something does.
+        """
+        if self._successor is not None:
+            raise RuntimeError(
+                f"another LocalSteps was made for these variables, {self._successor}, after this "
+                f"one, {self.schedule}, and both would exchange them: use the later one alone"
+            )
+        if rival := self._rivals.find():
+            raise RuntimeError(
+                f"{rival.host} has exchanged the gradients of these variables in this step, and "
+                "LocalSteps exchanges the variables: use one of the two, LocalSteps with a plain "
+                "tape and optimizer. For dense first steps there is warmup_steps=; after others "
+                "call restart()"
+            )
 
     # -- what it keeps, and what it has done ---------------------------------------------------
 
@@ -408,8 +469,8 @@ def _check_use(
     """Check that this rank can train so.
 
     Raises:
-        ValueError: it takes no part, `nonfinite` is unknown, the optimizer is not built, or the
-            compressor uses moments of samples.
+        ValueError: it takes no part, `nonfinite` is unknown, the optimizer is distributed or not
+            built, or the compressor uses moments of samples.
     """
     if not takes_part(process_set):
         raise ValueError(
@@ -420,6 +481,11 @@ def _check_use(
         raise ValueError(
             f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}: there is no mean "
             "of variables that are not finite"
+        )
+    if exchanging := exchanges_in(optimizer):
+        raise ValueError(
+            f"{exchanging} exchanges gradients in every step, and LocalSteps the variables every "
+            "so many: pass the plain optimizer, and train with it"
         )
     if not getattr(optimizer, "built", True):
         raise ValueError(

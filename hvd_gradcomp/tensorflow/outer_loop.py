@@ -58,16 +58,18 @@ class OuterLoop:
         """Return True if this rank's variables are the global ones."""
         return all(fragment.is_handed_out() for fragment in self.fragments)
 
-    def take_copies(self) -> None:
-        """Set the global variables to those of this rank."""
+    def take_copies(self, keeps_equal: bool = False) -> None:
+        """Set the global variables to those of this rank; see `Fragment.take_copies`."""
         for fragment in self.fragments:
-            fragment.take_copies()
+            fragment.take_copies(keeps_equal)
         self._counters.moved.assign(tf.zeros_like(self._counters.moved))
 
     def restart(self) -> None:
-        """Drop what is on its way, and set the global variables to those of this rank."""
+        """Drop what is on its way, and take over what was set of this rank's variables."""
         self._counters.sent.assign(tf.zeros_like(self._counters.sent))
-        self.take_copies()
+        # What ranks know beyond the precision of the model is equal, unless they have diverged.
+        self.take_copies(keeps_equal=not self._check.has_diverged)
+        self._check.compare_anew()
 
     def begin_anew(self) -> None:
         """Apply what is on its way, and set this rank's variables to the global ones."""
@@ -75,13 +77,14 @@ class OuterLoop:
             self._apply_sent(number)
             self._hand_out(number)
 
-    def agree(self) -> None:
-        """Compare what is trained, and how, with the other ranks, once.
+    def begin(self, warms_up: bool = False) -> None:
+        """Compare with the other ranks before the first step; see `ExchangeCheck.begin`."""
+        self._check.begin(self.fragments, warms_up)
 
-        Raises:
-            MismatchError: on all ranks, if it is not the same.
-        """
-        self._check.agree([fragment.reducer for fragment in self.fragments])
+    def were_set(self) -> bool:
+        """Return True if variables of some rank were set between two steps; all ranks ask."""
+        done = self._counters.is_exchanged
+        return self._check.were_set(done and not self.is_handed_out, done)
 
     def exchange_due(self, step: int) -> None:
         """Exchange and apply what the schedule has for a step."""
@@ -112,7 +115,7 @@ class OuterLoop:
             self._counters.clock.assign(warm + -(-(most - warm) // every) * every)
 
     def _compare(self, number: int, asked: bool) -> States:
-        self.agree()
+        self.begin()
         return self._check.compare(number, self.fragments[number], asked)
 
     def _hand_out(self, number: int, blend: float = 0.0) -> None:

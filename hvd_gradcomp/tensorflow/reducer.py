@@ -36,7 +36,7 @@ from hvd_gradcomp.tensorflow.gradients import GradientNorm, as_dtype, times, zer
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.sparse_rows import SparseRows
 from hvd_gradcomp.tensorflow.step_sync import JOINED, StepSync
-from hvd_gradcomp.tensorflow.variables import new_variable
+from hvd_gradcomp.tensorflow.variables import new_variable, plain_variable
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 living: weakref.WeakSet[GraphReducer] = weakref.WeakSet()
@@ -56,6 +56,8 @@ class GraphReducer:
         make_variable: creates the variables that hold the state, for an owner that saves them.
             Without an owner, layers whose rows are gathered get no state and no bucket.
         tables: places of layers whose gradients are expected to be sparse.
+        trained: the variables whose gradients these are, if they are gradients.
+        host: what exchanges them, as the user knows it.
 
     Attributes:
         planner: of the buckets, with their state.
@@ -70,6 +72,8 @@ class GraphReducer:
         finite: whether the last exchange's gradients were, on all ranks.
         sums: of gradients that an owner accumulates on this rank for the next exchange.
         titles: with hosts, the names that each rank has in `planner.replicated`.
+        host: as given.
+        traced_in: a weak reference to the graph in which an exchange was traced last.
     """
 
     def __init__(
@@ -82,6 +86,8 @@ class GraphReducer:
         settings: str = "",
         make_variable: MakeVariable | None = None,
         tables: Collection[int] = (),
+        trained: Sequence[Any] = (),
+        host: str = "",
     ) -> None:
         self.layers, self.compressor, self.options = list(layers), compressor, options
         self._settings, self.owned = f"{options}{settings}", make_variable is not None
@@ -107,6 +113,9 @@ class GraphReducer:
         self.sums: list[tf.Variable] = []
         self.titles: list[list[str]] = []
         self._specs: list[Any] = [True] * len(self.layers)  # of the last gradients
+        plain = map(plain_variable, trained)
+        self._sources = [weakref.ref(v) for v in plain if isinstance(v, tf.Variable)]
+        self.host, self.traced_in = host, _nowhere
         self._retrace()
         living.add(self)
 
@@ -124,6 +133,10 @@ class GraphReducer:
     def variables(self) -> list[tf.Variable]:
         """Return all variables of the exchange."""
         return [self.steps, *self.counters.local.values(), *self.planner.variables]
+
+    def sources(self) -> set[int]:
+        """Return the `id`s of the variables whose gradients these are, as far as they exist."""
+        return {id(v) for ref in self._sources if (v := ref()) is not None}
 
     def _make_groups(self, place: HostPosition) -> Groups:
         with tf.init_scope():
@@ -160,6 +173,7 @@ class GraphReducer:
         """
         if loss_scale is not None:
             return self._reduce_scaled(gradients, moments, tf.cast(loss_scale, tf.float32))
+        require_one_replica(tf.distribute.get_strategy())
         if len(gradients) != len(self.layers):
             raise ValueError(f"{len(gradients)} gradients for {len(self.layers)} layers")
         if not self.agreed:
@@ -171,6 +185,7 @@ class GraphReducer:
             return self._run_eagerly(list(gradients), list(moments), None)
         with stall_inspector.unmarked():
             reduced, self.finite = self.exchange.trace(list(gradients), list(moments))
+        self.traced_in = weakref.ref(tf.compat.v1.get_default_graph())
         return reduced
 
     def _run_eagerly(
@@ -329,6 +344,25 @@ class GraphReducer:
         self._retrace()
         self.agreed = False
         return anew
+
+
+def require_one_replica(strategy: tf.distribute.Strategy) -> None:
+    """Require that no strategy of TensorFlow's has several replicas in this process.
+
+    Raises:
+        ValueError: it has.
+    """
+    if strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            f"{type(strategy).__name__} has {strategy.num_replicas_in_sync} replicas in this "
+            "process and reduces their gradients itself, and Horovod's ranks are processes: start "
+            "one for each device without tf.distribute. hvd.LocalSteps, or its callback, exchanges "
+            "between processes that have replicas"
+        )
+
+
+def _nowhere() -> None:
+    """Return nothing, as a weak reference to no graph."""
 
 
 @contextmanager

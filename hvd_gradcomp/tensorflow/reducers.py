@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import tensorflow as tf
 
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.tensorflow.comm import takes_part
 from hvd_gradcomp.tensorflow.layers import named_layers
+from hvd_gradcomp.tensorflow.moving_averages import inner_optimizers
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.reducer import TITLES, GraphReducer
 from hvd_gradcomp.tensorflow.variables import plain_variable
+
+if TYPE_CHECKING:
+    from keras.optimizers import Optimizer
 
 
 class _Key(NamedTuple):
@@ -25,19 +29,7 @@ class _Key(NamedTuple):
     options: ExchangeOptions
 
 
-class _Entry(NamedTuple):
-    """Reducer of some sources; None on a rank that is not in the process set."""
-
-    reducer: GraphReducer | None
-    sources: list[weakref.ref[tf.Variable]]
-
-    @property
-    def is_live(self) -> bool:
-        """Return True if all of its variables still exist."""
-        return all(ref() is not None for ref in self.sources)
-
-
-_known: dict[_Key, _Entry] = {}
+_known: dict[_Key, GraphReducer | None] = {}  # None on ranks that are not in the process set
 
 
 def reducer_for(
@@ -61,15 +53,17 @@ def reducer_for(
         )
     process_set = options.process_set
     key = _Key(_identities(sources), compressor, process_set.process_set_id, options)
-    if key in _known and _known[key].is_live:
-        return _known[key].reducer
-    drop_stale()
-    plain = [plain_variable(source) for source in sources]
+    if key in _known:
+        return _known[key]
     name = TITLES.take()  # taken on all ranks, or later names would differ
     reducer = None
     if takes_part(process_set):
-        reducer = GraphReducer(named_layers(sources, names), compressor, options, name=name)
-    _known[key] = _Entry(reducer, [weakref.ref(p) for p in plain if isinstance(p, tf.Variable)])
+        layers, host = named_layers(sources, names), "hvd.DistributedGradientTape"
+        reducer = GraphReducer(layers, compressor, options, name=name, trained=sources, host=host)
+    _known[key] = reducer
+    for source in map(plain_variable, sources):
+        if isinstance(source, tf.Variable):
+            weakref.finalize(source, _known.pop, key, None).atexit = False
     return reducer
 
 
@@ -81,7 +75,7 @@ def _identities(sources: Sequence[Any]) -> tuple[Any, ...]:
 def reducer_of_variables(variables: Sequence[Any]) -> GraphReducer | None:
     """Return the newest reducer whose sources are these variables, or None."""
     wanted = _identities(variables)
-    found = [entry.reducer for key, entry in _known.items() if key.sources == wanted]
+    found = [reducer for key, reducer in _known.items() if key.sources == wanted]
     return found[-1] if found else None
 
 
@@ -89,22 +83,16 @@ def reducers_over(variables: Sequence[Any]) -> list[tuple[GraphReducer, list[int
     """Return the reducers whose sources are all among these variables, and the sources' places."""
     places = {id(plain_variable(v)): place for place, v in enumerate(variables)}
     return [
-        (entry.reducer, [places[i] for i in key.sources])
-        for key, entry in _known.items()
-        if entry.reducer is not None and entry.is_live and all(i in places for i in key.sources)
+        (reducer, [places[i] for i in key.sources])
+        for key, reducer in _known.items()
+        if reducer is not None and all(i in places for i in key.sources)
     ]
-
-
-def drop_stale() -> None:
-    """Drop the reducers of variables that no longer exist."""
-    for stale in [key for key, entry in _known.items() if not entry.is_live]:
-        del _known[stale]
 
 
 def drop_reducers(reducers: Iterable[GraphReducer]) -> None:
     """Drop reducers as if nobody had asked for them."""
     dropped = set(reducers)
-    for key in [key for key, entry in _known.items() if entry.reducer in dropped]:
+    for key in [key for key, reducer in _known.items() if reducer in dropped]:
         del _known[key]
 
 
@@ -113,6 +101,16 @@ def optimizer_of(model: Any) -> Any:
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     return model.optimizer
+
+
+def exchanges_in(optimizer: Optimizer | None) -> str:
+    """Return what in an optimizer exchanges gradients, as the user knows it; "" if nothing does."""
+    for each in inner_optimizers(optimizer):
+        if hasattr(each, "_gradcomp"):
+            return str(each.host)
+        if hasattr(each, "_allreduce_grads"):
+            return "stock Horovod's DistributedOptimizer"
+    return ""
 
 
 def distributed_in(source: Any) -> Any:

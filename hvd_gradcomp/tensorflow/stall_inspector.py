@@ -21,8 +21,10 @@ import logging
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import horovod.tensorflow as horovod
@@ -38,6 +40,7 @@ __all__ = [
     "DeadlockError",
     "init",
     "marked",
+    "records",
     "rounds",
     "shutdown",
     "translated",
@@ -66,7 +69,21 @@ _GRACE = 1.5  # seconds for all ranks to receive the reports, before Horovod is 
 _END = ". Horovod has been shut down on all ranks"
 _STOCK: Any = mpi_ops.MPI_LIB
 _STOCK_INIT, _STOCK_SHUTDOWN = mpi_ops.init, mpi_ops.shutdown
-_marking = threading.local()  # whether collectives of this thread are recorded
+
+
+class _Marking(threading.local):
+    """Recording of the collectives that this thread traces.
+
+    Attributes:
+        on: they are recorded.
+        owner: the set that keeps the records; None for the graphs that have the collectives.
+    """
+
+    on = True
+    owner: set[Any] | None = None
+
+
+_marking = _Marking()
 
 
 def _counter(name: str) -> tf.Variable:
@@ -87,7 +104,8 @@ class RankSet(NamedTuple):
         return self.ranks.index(horovod.rank())
 
 
-class _Site(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Site:
     """Record of a collective in a graph.
 
     Attributes:
@@ -139,7 +157,9 @@ class _StallInspector:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._sites: dict[tuple[str, int], _Site] = {}
+        self._sites: weakref.WeakValueDictionary[tuple[str, int], _Site]
+        self._sites = weakref.WeakValueDictionary()
+        self._sites_of: weakref.WeakKeyDictionary[Any, list[_Site]] = weakref.WeakKeyDictionary()
         self._calls: dict[int, PendingOp] = {}
         self._rounds: dict[int, ReportRounds] = {}
         self._numbers = itertools.count()
@@ -168,17 +188,30 @@ class _StallInspector:
     def close_records(self) -> None:
         """Close the records that failed graphs have left open."""
         with tf.init_scope():  # also if an error ends a trace
-            for site in list(self._sites.values()):
+            for site in self.living_sites():
                 site.end()
 
+    def living_sites(self) -> list[_Site]:
+        """Return the records of collectives in graphs."""
+        refs = self._sites.valuerefs()  # at once: another thread may add to them
+        return [site for ref in refs if (site := ref()) is not None]
+
     def site(self, name: str, shown: str, process_set: int) -> _Site:
-        """Return the record of a collective in a graph."""
+        """Return the record of a collective in a graph, which its owner keeps, or that graph."""
         self._start()
         key = name, process_set
-        if key not in self._sites:
+        site = self._sites.get(key)
+        if site is None:
             asked = PendingOp(name, RankSet(process_set, []), lambda: False, shown=shown)
-            self._sites[key] = _Site(asked, _counter("waits"))
-        return self._sites[key]
+            self._sites[key] = site = _Site(asked, _counter("waits"))
+        if _marking.owner is not None:  # TensorFlow does not let go of all graphs
+            _marking.owner.add(site)
+            return site
+        graph: Any = tf.compat.v1.get_default_graph()
+        while graph.building_function:  # a branch has a graph of its own, in that of a function
+            self._sites_of.setdefault(graph, []).append(site)
+            graph = graph.outer_graph
+        return site
 
     @contextmanager
     def call(self, name: str, shown: str, process_set: int) -> Iterator[None]:
@@ -222,13 +255,13 @@ class _StallInspector:
 
     def _look(self) -> None:
         calls = list(self._calls.items())
-        turns = [(key, int(site.turn.numpy())) for key, site in list(self._sites.items())]
-        waits = [(key, turn) for key, turn in turns if turn % 2]
-        signature = *waits, *(number for number, _ in calls)
+        turns = [(site, int(site.turn.numpy())) for site in self.living_sites()]
+        waits = [(site, turn) for site, turn in turns if turn % 2]
+        signature = *((site.asked.name, turn) for site, turn in waits), *(n for n, _ in calls)
         if signature != self._looked:
             self._looked, self._since = signature, time.monotonic()
             self._turn += 1
-        asked = [self._sites[key].asked for key, _ in waits] + [one for _, one in calls]
+        asked = [site.asked for site, _ in waits] + [one for _, one in calls]
         self._telling = bool(asked) and time.monotonic() - self._since >= stall_inspector.PATIENCE
         if not self._telling or len({one.thread for _, one in calls}) > 1:
             return  # another thread may still ask for what other ranks wait for
@@ -329,7 +362,7 @@ def _recorded(title: str, stock: Callable[..., Any]) -> Callable[..., Any]:
             with translated(), _watcher.call(kind, shown, process_set):
                 return stock(*arguments, **options)
         in_function = tf.compat.v1.executing_eagerly_outside_functions()
-        if not getattr(_marking, "on", True) or not in_function:
+        if not _marking.on or not in_function:
             return stock(*arguments, **options)
         name = f"{kind}.{options.get('name') or 'without a name'}"
         site = _watcher.site(name, options.get("name") or kind, process_set)
@@ -347,13 +380,13 @@ def _recorded(title: str, stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _marks(on: bool) -> Iterator[None]:
-    before = getattr(_marking, "on", True)
-    _marking.on = on
+def _marks(on: bool, owner: set[Any] | None = None) -> Iterator[None]:
+    before = _marking.on, _marking.owner
+    _marking.on, _marking.owner = on, owner
     try:
         yield
     finally:
-        _marking.on = before
+        _marking.on, _marking.owner = before
 
 
 def rounds(process_set: Any) -> ReportRounds:
@@ -366,14 +399,19 @@ def waiting(name: str, process_set: Any) -> AbstractContextManager[None]:
     return _watcher.call(f"allgather.{name}", name, process_set.process_set_id)
 
 
+def records() -> list[PendingOp]:
+    """Return the collectives of graphs that are recorded."""
+    return [site.asked for site in _watcher.living_sites()]
+
+
 def unmarked() -> Any:
     """Leave collectives that are traced in this context without records."""
     return _marks(False)
 
 
-def marked() -> Any:
-    """Record collectives that are traced in this context."""
-    return _marks(True)
+def marked(owner: set[Any]) -> Any:
+    """Record collectives that are traced in this context, as long as a set keeps the records."""
+    return _marks(True, owner)
 
 
 @contextmanager

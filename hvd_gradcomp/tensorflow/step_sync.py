@@ -7,6 +7,7 @@ as well: a rank that has joined there adds a row of zeros.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import horovod.tensorflow as horovod
 import tensorflow as tf
@@ -55,6 +56,7 @@ class StepSync:
     def __init__(self, planner: BucketPlanner, counters: ExchangeCounters) -> None:
         self._planner, self._counters = planner, counters
         self._process_set = planner.participants.process_set
+        self._records: set[Any] = set()  # of the stall inspector
 
     @property
     def name(self) -> str:
@@ -78,7 +80,7 @@ class StepSync:
         ranks, rounds = self._process_set, stall_inspector.rounds(self._process_set)
         own = tf.concat((compared, tf.stack([*rows, tf.identity(rounds.told)])), 0)
         table = tf.one_hot([ranks.rank()], ranks.size(), dtype=tf.int64, axis=0) * own
-        with stall_inspector.marked():
+        with stall_inspector.marked(self._records):
             messages = mpi_ops._allreduce(
                 table, op=horovod.Sum, name=self.name, ignore_name_scope=True, process_set=ranks
             )

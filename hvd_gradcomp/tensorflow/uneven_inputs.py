@@ -13,7 +13,6 @@ from horovod.tensorflow import mpi_ops
 from hvd_gradcomp.tensorflow import checkpoint_barrier
 from hvd_gradcomp.tensorflow.comm import explained, gather_objects
 from hvd_gradcomp.tensorflow.reducer import GraphReducer, living
-from hvd_gradcomp.tensorflow.reducers import drop_stale
 from hvd_gradcomp.tensorflow.stall_inspector import RankSet
 from hvd_gradcomp.tensorflow.step_sync import JOINED
 
@@ -39,8 +38,8 @@ def join() -> tf.Tensor:
         DeadlockError: on all ranks, if a rank waits for something else.
         RuntimeError: in a graph that is traced, with a compressor.
     """
-    drop_stale()
-    gc.collect()  # so that unreferenced reducers take part on no rank
+    for _ in range(2):  # unreferenced reducers take part on no rank: first the variables, then they
+        gc.collect()
     reducers = list(living)
     if all(
         reducer.participants.place is None and reducer.compressor.is_linear for reducer in reducers

@@ -66,3 +66,14 @@ def plain_variable(source: Any) -> Any:
         return source
     value = getattr(source, "value", None)
     return value if isinstance(value, tf.Variable) else source
+
+
+def where_set(wide: Any, value: tf.Tensor, dtype: Any) -> tf.Tensor:
+    """Return `value`, but `wide` where it is what `value` becomes in a narrower precision.
+
+    Args:
+        wide: what was rounded and handed out.
+        value: what the narrow variable has now, in the precision of `wide`.
+        dtype: of the narrow variable.
+    """
+    return tf.where(tf.cast(tf.cast(wide, dtype), wide.dtype) == value, wide, value)

@@ -66,6 +66,8 @@ TENSORFLOW_MESSAGES = {
     "fragments": "fragments=2",
     "not finite": "NonFiniteGradientError",
     "start": "the global variables of the ranks differ",
+    "start of warmup": "the global variables of the ranks differ",
+    "set alone": "the global variables of the ranks differ",
     "place": "rank 0 after 3 steps in exchange()",
     "distributed": "rank 1: its optimizer is distributed",
     "fit not finite": "NonFiniteGradientError",
@@ -92,6 +94,9 @@ def test_tensorflow_over_horovod(ranks, backend, tmp_path):
             assert whole == again, name
         assert len(set(result["fit resumed"])) == 1
         says(result["errors"], TENSORFLOW_MESSAGES)
+        says(result["replicas"][1], dict.fromkeys(("fit", "tape"), "2 replicas in this process"))
+        for name, (ends, least) in result["averaged fits"].items():
+            assert len(set(ends)) == 2 and least >= 0, name
     first, *others = results
     assert len(set(first["consolidated"])) == 2  # what was loaded is what was saved
     assert len(set(first["fits"])) == 2  # nothing moves after the last validation
@@ -105,6 +110,8 @@ def test_tensorflow_over_horovod(ranks, backend, tmp_path):
             assert first[name] == other[name], name
         assert first["fit resumed"] != other["fit resumed"]  # each rank's own Adam
         assert first["slow resumed"] == other["slow resumed"]
+        assert first["averaged fits"] == other["averaged fits"]
+        assert first["replicas"][0] == other["replicas"][0]
     *quick, slow = results
     for name, (most, ends, lost) in first["slow"].items():
         least, rounds = slow["slow"][name][0], ends[0]

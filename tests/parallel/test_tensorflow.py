@@ -81,6 +81,8 @@ def test_like_stock_horovod_and_bad_input(tmp_path):
         for name, (ours, theirs) in result["pairs"].items():
             assert ours == theirs, name
         assert result["replicas"] == results[0]["replicas"]
+        for name, ends in result["left"].items():
+            assert ends[0][0] and ends[1] == ends[2], f"{name}: {ends}"
         says(result["errors"], MESSAGES)
     assert {
         "gradcomp.0.bucket0.Variable.1-and-1.allgather.0",

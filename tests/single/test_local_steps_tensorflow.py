@@ -17,6 +17,8 @@ import hvd_gradcomp.tensorflow as hvd  # noqa: E402
 import hvd_gradcomp.tensorflow.keras as hvd_keras  # noqa: E402
 from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule, cut  # noqa: E402
 from hvd_gradcomp.core.compressor import leaves  # noqa: E402
+from hvd_gradcomp.tensorflow.reducer import require_one_replica  # noqa: E402
+from tests.methods import ONE_OF_EACH, ONE_OF_TODAY  # noqa: E402
 from tests.oracles import local_steps as oracle  # noqa: E402
 
 SHAPES = {"a": (40,), "b": (8, 6), "c": (16,), "d": (24,)}
@@ -215,6 +217,172 @@ def test_half_precision_has_global_variables_in_float32():
     np.testing.assert_array_equal(globals_of(local), before)
 
 
+def test_setting_an_element_keeps_the_precision_of_the_others():
+    """And weights that are put back bit by bit after an evaluation were not set."""
+    variables = network("bfloat16")
+    local = hvd.LocalSteps(variables, 2)
+    train(variables, local, 2)
+    (copies,) = local.global_variables
+    before = [c.numpy() for c in copies]
+    assert any(
+        (c.numpy() != tf.cast(v, tf.float32).numpy()).any() for c, v in zip(copies, variables)
+    )
+    own = [v.read_value() for v in variables]
+    for v in variables:
+        v.assign(tf.zeros_like(v))
+    for v, value in zip(variables, own):
+        v.assign(value)
+    for take_over in (local.restart_if_set, local.restart):
+        take_over()
+        for c, value in zip(copies, before):
+            np.testing.assert_array_equal(c.numpy(), value)
+    variables[0].assign(
+        tf.tensor_scatter_nd_update(variables[0], [[3]], [tf.cast(9.0, "bfloat16")])
+    )
+    local.restart_if_set()
+    before[0][3] = 9.0
+    for c, value in zip(copies, before):
+        np.testing.assert_array_equal(c.numpy(), value)
+
+
+def test_changes_below_the_precision_of_the_model_add_up():
+    """As in a loop that evaluates other weights after each exchange, and puts its own back."""
+    variable = tf.Variable(tf.ones((4,), tf.bfloat16))
+    local = hvd.LocalSteps([variable], 1, hvd.OuterSGD(0.125, 0.0))
+    for _ in range(16):
+        variable.assign_add(tf.fill((4,), tf.cast(2.0**-6, tf.bfloat16)))
+        local.step()  # the global variable moves by 2^-9, and bfloat16 has 2^-7 here
+        own = variable.read_value()
+        variable.assign(tf.zeros_like(own))
+        variable.assign(own)
+        local.restart()
+    (copies,) = local.global_variables
+    np.testing.assert_allclose(copies[0].numpy(), 1 + 16 * 2.0**-9)
+
+
+@pytest.mark.parametrize("compression", [*ONE_OF_EACH, *ONE_OF_TODAY], ids=repr)
+def test_every_method_takes_all_precisions_beside_each_other(compression):
+    dtypes = "float64", "bfloat16", "float32", "float16"
+    pieces = zip(network(), dtypes)
+    variables = [tf.Variable(tf.cast(v, dtype)) for v, dtype in pieces]
+    local = hvd.LocalSteps(variables, 2, hvd.OuterSGD(1.0, 0.0), compression)
+    train(variables, local, 4)
+    assert local.rounds == 2 and np.isfinite(flat(variables)).all()
+    (copies,) = local.global_variables
+    assert [c.dtype.name for c in copies] == ["float64", "float32", "float32", "float32"]
+
+
+@pytest.mark.parametrize("host", ["local steps", "tape", "optimizer", "momenta"])
+def test_complex_variables_are_refused_by_name(host):
+    real, wave = keras.Variable(np.ones(3)), tf.Variable(tf.ones((3,), tf.complex64), name="wave")
+    gradients = [tf.ones((3,)), tf.ones((3,), tf.complex64)]
+    adam = keras.optimizers.Adam(0.1)
+    with pytest.raises(ValueError, match=r"wave has dtype complex64.*real and imaginary"):
+        if host == "local steps":
+            hvd.LocalSteps([real, wave])
+        elif host == "tape":
+            hvd.reduce_gradients(gradients, [real, wave])
+        elif host == "optimizer":
+            hvd_keras.DistributedOptimizer(adam).build([real, wave])
+        else:
+            hvd_keras.MomentumExchange(adam).build([real, wave])
+
+
+CONSTRAINTS = {
+    "NonNeg": keras.constraints.NonNeg(),
+    "MaxNorm": keras.constraints.MaxNorm(0.5),
+    "UnitNorm": keras.constraints.UnitNorm(),
+}
+
+
+@pytest.mark.parametrize("compression", [None, hvd.SparseGDCompressor(density=0.2)], ids=repr)
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_global_variables_keep_their_constraints(name, compression):
+    """With an outer momentum, which goes past where the ranks were, and with a blend."""
+    constraint = CONSTRAINTS[name]
+    for delay in (0, 1):
+        variable = keras.Variable(np.abs(START).reshape(8, 16)[:, :6])
+        variable.constraint = constraint
+        variable.assign(constraint(variable.value))
+        local = hvd.LocalSteps([variable], 2, compression=compression, delay=delay)
+        inner_sgd = keras.optimizers.SGD(0.3)
+        for step in range(12):
+            inner_sgd.apply([tf.constant(numbers(5, step).reshape(8, 16)[:, :6])], [variable])
+            local.step()
+            for value in (variable.value, local.global_variables[0][0]):
+                np.testing.assert_allclose(constraint(value), value, rtol=1e-5, atol=1e-6)
+
+
+def averaging(kind=keras.optimizers.SGD, **more):
+    return kind(RATE, use_ema=True, ema_momentum=0.9, **more)
+
+
+def wrapped(optimizer):
+    return keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
+
+
+def several(optimizer):
+    from keras.src.optimizers.multi_optimizer import OptimizerMap
+
+    return keras.optimizers.MultiOptimizer(OptimizerMap(optimizer))
+
+
+@pytest.mark.parametrize("around", [lambda x: x, wrapped, several], ids=["plain", "scaled", "map"])
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_moving_averages_are_those_of_the_global_variables(fragments, around):
+    variables = [keras.Variable(v.numpy()) for v in network()]
+    optimizer = around(averaging())
+    optimizer.build(variables)
+    local = hvd.LocalSteps(variables, 3, fragments=fragments, optimizer=optimizer)
+    wanted, past = globals_of(local), 0.9**3
+    parts = cut(SIZES, fragments)
+    for step in range(1, 13):
+        g = gradient(step, flat(variables))
+        pieces = [g[a:b].reshape(v.shape) for a, b, v in zip(ENDS, ENDS[1:], variables)]
+        optimizer.apply([tf.constant(piece) for piece in pieces], variables)
+        local.step()
+        for number in local.schedule.sends(step):
+            at = slice(ENDS[parts[number].start], ENDS[parts[number].stop])
+            wanted[at] = past * wanted[at] + (1 - past) * globals_of(local)[at]
+    if fragments == 1:
+        optimizer.finalize_variable_values(variables)
+        np.testing.assert_allclose(flat(variables), wanted, rtol=1e-5, atol=1e-6)
+    kept = np.concatenate(
+        [v.numpy().reshape(-1) for f in local._loop.fragments for v in f.averages.variables]
+    )
+    np.testing.assert_allclose(kept, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimizer_with_moving_averages_has_to_be_known():
+    variables = [keras.Variable(v.numpy()) for v in network()]
+    optimizers = averaging(), averaging()
+    for each in optimizers:
+        each.build(variables)
+    ones = [tf.ones(v.shape) for v in variables]
+    optimizers[0].apply(ones, variables)  # of an earlier phase
+    local = hvd.LocalSteps(variables, 4)
+    for _ in range(2):
+        local.step()
+    local = hvd.LocalSteps(variables, 4)
+    optimizers[1].apply(ones, variables)
+    local.step()
+    optimizers[1].apply(ones, variables)
+    with pytest.raises(ValueError, match=r"use_ema=True.*optimizer=\.\.\."):
+        local.step()
+
+
+def test_moving_averages_go_back_with_the_variables():
+    variables = [keras.Variable(v.numpy()) for v in network()]
+    optimizer = averaging()
+    optimizer.build(variables)
+    local = hvd.LocalSteps(variables, 2, nonfinite="skip", optimizer=optimizer)
+    for value in (1.0, 1.0, np.nan, 1.0):
+        optimizer.apply([tf.fill(v.shape, np.float32(value)) for v in variables], variables)
+        local.step()
+    optimizer.finalize_variable_values(variables)
+    assert np.isfinite(flat(variables)).all()
+
+
 def test_frozen_variables_stay():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)])
     local = hvd.LocalSteps(model.trainable_variables, 1)
@@ -323,6 +491,9 @@ REFUSED = {
     "delay must": {"every": 2, "delay": 2},
     "fragments=5": {"every": 8, "fragments": 5},
     "optimizer= is not built": {"optimizer": keras.optimizers.Adam()},
+    "hvd.DistributedOptimizer exchanges": {"optimizer": "ours"},
+    "hvd.MomentumExchange exchanges": {"optimizer": "momenta"},
+    "stock Horovod's DistributedOptimizer exchanges": {"optimizer": "stock"},
     "another momentum": {
         "outer": DILOCO,
         "compression": DGC,
@@ -336,10 +507,98 @@ REFUSED = {
 }
 
 
+def distributed(kind):
+    """An optimizer that exchanges gradients."""
+    import horovod.tensorflow.keras as stock
+
+    wrap = {
+        "ours": lambda adam: wrapped(hvd_keras.DistributedOptimizer(adam)),
+        "momenta": hvd_keras.MomentumExchange,
+        "stock": stock.DistributedOptimizer,
+    }
+    return wrap[kind](keras.optimizers.Adam(0.1))
+
+
 @pytest.mark.parametrize("message", REFUSED)
 def test_bad_settings(message):
+    how = dict(REFUSED[message])
+    if isinstance(how.get("optimizer"), str):
+        how["optimizer"] = distributed(how["optimizer"])
     with pytest.raises((ValueError, TypeError), match=message):
-        hvd.LocalSteps(network(), **REFUSED[message])
+        hvd.LocalSteps(network(), **how)
+
+
+@pytest.mark.parametrize("kind", ["tape", "optimizer", "momenta"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_second_exchange_is_refused(kind, graph):
+    """Of the gradients, beside that of the variables; at the first step."""
+    variables = [keras.Variable(v.numpy()) for v in network()]
+    optimizer = (
+        keras.optimizers.SGD(RATE) if kind == "tape" else distributed("ours").inner_optimizer
+    )
+    if kind == "momenta":
+        optimizer = distributed(kind)
+    optimizer.build(variables)
+    local = hvd.LocalSteps(variables, 4)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = sum(tf.reduce_sum(v.value**2) for v in variables)
+        if kind == "tape":
+            tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(loss, [v.value for v in variables])
+        optimizer.apply(gradients, variables)
+
+    run = tf.function(step) if graph else step
+    run()
+    name = {"tape": "GradientTape", "optimizer": "Optimizer", "momenta": "MomentumExchange"}[kind]
+    with pytest.raises(RuntimeError, match=f"{name} has exchanged the gradients.*one of the two"):
+        local.step()
+    run()
+    local.restart()  # a phase of dense steps is over
+    local.step()
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_gradients_of_a_tape_are_not_reduced_again(graph):
+    """Eagerly the second step knows, in a graph the first trace."""
+    variables = [keras.Variable(v.numpy()) for v in network()]
+    optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(RATE))
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = sum(tf.reduce_sum(v.value**2) for v in variables)
+        tape = hvd.DistributedGradientTape(tape)
+        optimizer.apply(tape.gradient(loss, [v.value for v in variables]), variables)
+
+    run = tf.function(step) if graph else step
+    with pytest.raises(ValueError, match="GradientTape has exchanged the gradients of these"):
+        for _ in range(2):
+            run()
+
+
+def test_a_later_one_over_the_same_variables_counts():
+    variables, local = trained(3, 4)
+    later = hvd.LocalSteps(variables[1:], 5)
+    with pytest.raises(RuntimeError, match=r"every=5.* after this one.*every=4.*later one alone"):
+        local.step()
+    later.step()
+    del later
+    hvd.LocalSteps(variables, 6).step()
+
+
+def test_replicas_in_the_process_are_refused():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    assert strategy.num_replicas_in_sync == 1
+    with strategy.scope():  # of one replica, which is no exchange
+        variable = tf.Variable(tf.ones((3,)))
+    hvd.reduce_gradients([tf.ones((3,))], [variable])
+
+    class Several:
+        num_replicas_in_sync = 2
+
+    with pytest.raises(ValueError, match=r"Several has 2 replicas.*hvd\.LocalSteps"):
+        require_one_replica(Several())
 
 
 @pytest.mark.parametrize("message", [m for m in REFUSED if "deadline" in REFUSED[m]])
@@ -476,10 +735,48 @@ def test_fit_averages_gradients_during_warmup():
     assert (callback.local.steps_made, callback.local.rounds) == (12, 1)
 
 
+@pytest.mark.parametrize("at_epoch_end", [False, True])
+def test_fit_ends_with_averages_of_global_weights(at_epoch_end):
+    model = compiled()
+    model.compile(averaging(keras.optimizers.Adam), "mse")
+    callback = hvd_keras.callbacks.LocalSteps(4, at_epoch_end=at_epoch_end)
+    ends = []
+    for _ in range(2):
+        fit(model, [callback], epochs=2)
+        fragments = callback.local._loop.fragments
+        for v, average in zip(model.trainable_variables, fragments[0].averages.variables):
+            np.testing.assert_array_equal(v.numpy(), average.numpy())
+        ends.append(flat(model.trainable_variables))
+    assert (ends[0] != ends[1]).any()
+    assert "finalize_variable_values" not in vars(model.optimizer)
+    assert callback.local.rounds == 2 * (4 if at_epoch_end else 3)
+
+
+def test_fit_that_an_error_ends_leaves_nothing_behind():
+    class Failing(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            raise ZeroDivisionError
+
+    model = compiled()
+    model.compile(averaging(), "mse")
+    callback = hvd_keras.callbacks.LocalSteps(4, warmup_steps=8)
+    with pytest.raises(ZeroDivisionError):
+        fit(model, [callback, Failing()])
+    assert not {"apply", "finalize_variable_values"} & set(vars(model.optimizer))
+    fit(model, [])
+    assert callback.local.steps_made == 1
+
+
 def test_fit_refuses_other_models():
     model = compiled()
     model.compile(hvd_keras.DistributedOptimizer(keras.optimizers.SGD()), "mse")
     with pytest.raises(ValueError, match="Compile the model with the plain optimizer"):
         fit(model, [hvd_keras.callbacks.LocalSteps()])
+    model.compile(distributed("stock"), "mse")
+    with pytest.raises(ValueError, match="stock Horovod's DistributedOptimizer exchanges"):
+        fit(model, [hvd_keras.callbacks.LocalSteps()])
+    two = [hvd_keras.callbacks.LocalSteps(2), hvd_keras.callbacks.LocalSteps(3)]
+    with pytest.raises(ValueError, match=r"several callbacks\.LocalSteps.*every=2.*every=3"):
+        fit(compiled(), two)
     with pytest.raises(ValueError, match="every must"):
         hvd_keras.callbacks.LocalSteps(every=0)

@@ -49,10 +49,11 @@ class GradientAccumulation:
             if gradient is None:
                 continue
             self._came.add(place)
-            part = tf.cast(tf.convert_to_tensor(gradient), tf.float32) * self._share
-            self.added[place].assign_add(part)
+            added = self.added[place]
+            part = tf.cast(tf.convert_to_tensor(gradient), added.dtype) * self._share
+            added.assign_add(part)
             if moments is None:
-                square = part * part
+                square = tf.cast(part * part, tf.float32)
             else:
                 square = moments[place] * (self._share * self._share)
             self.squared[place].assign_add(square)
@@ -75,9 +76,10 @@ class GradientAccumulation:
         if sampled:
             return [s.value() for s in self.squared]
         weight = weight_of_passes(self._passes, self._batch_size)
+        sums = [tf.cast(a.value(), tf.float32) for a in self.added]
         return [
-            tf.maximum(weight * s.value() + (1.0 - weight) * a.value() * a.value(), 0.0)
-            for s, a in zip(self.squared, self.added)
+            tf.maximum(weight * s.value() + (1.0 - weight) * a * a, 0.0)
+            for s, a in zip(self.squared, sums)
         ]
 
     def clear(self, places: Sequence[int]) -> None:

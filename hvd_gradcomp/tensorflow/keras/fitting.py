@@ -1,4 +1,4 @@
-"""Patch of Keras's `fit`: it raises a `DeadlockError`, and traces a step once instead of twice."""
+"""Patch of Keras's `fit`: it raises a `DeadlockError`, traces a step once, and ends local steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from hvd_gradcomp.tensorflow.keras.local_steps import end_fit
 from hvd_gradcomp.tensorflow.keras.optimizer import refusal
 from hvd_gradcomp.tensorflow.reducers import optimizer_of
 from hvd_gradcomp.tensorflow.stall_inspector import translated
@@ -17,8 +18,11 @@ _STOCK = keras.Model.fit
 @functools.wraps(_STOCK)
 def _fit(model: keras.Model, *arguments: Any, **options: Any) -> Any:
     _build(model)
-    with translated():
-        return _STOCK(model, *arguments, **options)
+    try:
+        with translated():
+            return _STOCK(model, *arguments, **options)
+    finally:
+        end_fit(model)
 
 
 def _build(model: keras.Model) -> None:

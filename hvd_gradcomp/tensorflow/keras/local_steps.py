@@ -16,9 +16,9 @@ from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.tensorflow import local_steps
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
 from hvd_gradcomp.tensorflow.comm import gather_objects, takes_part
-from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizerMixin
+from hvd_gradcomp.tensorflow.moving_averages import averages_of
 from hvd_gradcomp.tensorflow.reducer import LOGGER
-from hvd_gradcomp.tensorflow.reducers import distributed_in, optimizer_of
+from hvd_gradcomp.tensorflow.reducers import exchanges_in, optimizer_of
 from hvd_gradcomp.tensorflow.variables import plain_variable
 
 
@@ -36,6 +36,10 @@ class LocalSteps(keras.callbacks.Callback):
     model: after the exchange at the end of an epoch, which comes before the validation, all ranks
     have the global weights. Between exchanges a rank has its own, and callbacks of batches see
     these. `fit` ends with an exchange, on all ranks.
+
+    Weights keep their constraints, and moving averages of the optimizer (`use_ema=True`) are those
+    of the global weights, as in `hvd.LocalSteps`; an exchange comes before `fit` sets the weights
+    to them in its end.
 
     With `steps_per_execution` of `compile` the exchanges come at the end of an execution, which
     counts as that many steps.
@@ -67,10 +71,10 @@ class LocalSteps(keras.callbacks.Callback):
 
     Raises:
         ValueError: a setting is out of range; in `fit`, on all ranks, the model of one of them is
-            not built or has a distributed optimizer, or `steps_per_execution` does not fit; and as
-            in `hvd.LocalSteps`.
-        TypeError, MismatchError, OutOfStepError, DivergedError, NonFiniteGradientError: in `fit`,
-            as in `hvd.LocalSteps`.
+            not built or has a distributed optimizer, there are several of these callbacks, or
+            `steps_per_execution` does not fit; and as in `hvd.LocalSteps`.
+        TypeError, RuntimeError, MismatchError, OutOfStepError, DivergedError,
+            NonFiniteGradientError: in `fit`, as in `hvd.LocalSteps`.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class LocalSteps(keras.callbacks.Callback):
             "deadline": deadline,
         }
         self._due = False  # whether this epoch ends with an exchange, which is yet to come
-        self._averages = False  # whether the optimizer averages gradients
+        self._replaced: list[str] = []  # names of the optimizer's methods
 
     def set_model(self, model: keras.Model) -> None:
         super().set_model(model)
@@ -146,9 +150,13 @@ class LocalSteps(keras.callbacks.Callback):
             shared = [v for v in plain if isinstance(v, tf.Variable)]
             first = self.process_set.ranks[0] if self.process_set.ranks else 0
             broadcast_variables(shared, first, self.process_set)
-        local.restart_if_set()
+            local.restart()
+        else:
+            local.restart_if_set()
         if local.averages_gradients:
             self._average_gradients(local)
+        if averages_of(self.model.optimizer):
+            self._exchange_before_final_values(local)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         del epoch, logs
@@ -169,13 +177,18 @@ class LocalSteps(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Any = None) -> None:
         del logs
-        _callbacks.pop(id(self.model), None)
         if self.local is not None:
             self.local.exchange()
-        if self._averages:
-            self._averages = False
-            del self.model.optimizer.apply
+        self.release()
+
+    def release(self) -> None:
+        """Let `fit` of the model and its optimizer be without this callback."""
+        _callbacks.pop(id(self.model), None)
+        for name in self._replaced:
+            delattr(self.model.optimizer, name)
+        if "apply" in self._replaced:
             self.model.train_function = None
+        self._replaced.clear()
 
     def _end_epoch(self) -> None:
         """Exchange once at the end of an epoch, before or without its validation."""
@@ -208,10 +221,16 @@ class LocalSteps(keras.callbacks.Callback):
     def _refusal(self) -> str:
         """Return why the model cannot be trained with this; "" if it can."""
         schedule, together = self.schedule, self.model.steps_per_execution
-        if isinstance(distributed_in(self.model.optimizer), DistributedOptimizerMixin):
+        if exchanging := exchanges_in(self.model.optimizer):
             return (
-                "its optimizer is distributed and exchanges gradients in every step. Compile the "
-                "model with the plain optimizer"
+                f"its optimizer is distributed: {exchanging} exchanges gradients in every step. "
+                "Compile the model with the plain optimizer"
+            )
+        last = callback_of(self.model)
+        if last is not None and last is not self:
+            return (
+                f"fit has several callbacks.LocalSteps, {schedule} and {last.schedule}, and each "
+                "would exchange the weights. Pass one of them"
             )
         if not self.model.built:
             return (
@@ -234,8 +253,21 @@ class LocalSteps(keras.callbacks.Callback):
         def apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
             stock(local.reduce_gradients(grads), trainable_variables)
 
-        optimizer.apply, self._averages = apply, True
+        optimizer.apply = apply
+        self._replaced.append("apply")
         self.model.make_train_function(force=True)
+
+    def _exchange_before_final_values(self, local: local_steps.LocalSteps) -> None:
+        """Let `fit` end with the moving averages after the last exchange, not with this rank's."""
+        optimizer = self.model.optimizer
+        stock = partial(type(optimizer).finalize_variable_values, optimizer)
+
+        def finalize_variable_values(var_list: Sequence[Any]) -> None:
+            local.exchange()
+            stock(var_list)
+
+        optimizer.finalize_variable_values = finalize_variable_values
+        self._replaced.append("finalize_variable_values")
 
 
 _callbacks: WeakValueDictionary[int, LocalSteps] = WeakValueDictionary()  # of models in `fit`
@@ -245,3 +277,9 @@ def callback_of(model: keras.Model) -> LocalSteps | None:
     """Return the callback by which a model trains with local steps, or None."""
     callback = _callbacks.get(id(model))
     return callback if callback is not None and callback.model is model else None
+
+
+def end_fit(model: keras.Model) -> None:
+    """Let a model be without its callback, also after a `fit` that an error has ended."""
+    if (callback := callback_of(model)) is not None:
+        callback.release()

@@ -27,7 +27,7 @@ from hvd_gradcomp.tensorflow.comm import takes_part
 from hvd_gradcomp.tensorflow.keras.local_vars import places_of
 from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizerMixin
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
-from hvd_gradcomp.tensorflow.reducers import reducer_of
+from hvd_gradcomp.tensorflow.reducers import exchanges_in, reducer_of
 
 _CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
 
@@ -107,6 +107,7 @@ class MomentumExchangeMixin(DistributedOptimizerMixin):
         warmup_steps: first exchanges, of gradients.
     """
 
+    host = "hvd.MomentumExchange"
     warmup_steps = 0
 
     def get_config(self) -> dict[str, Any]:
@@ -197,8 +198,11 @@ def _require_adam(optimizer: keras.optimizers.Optimizer) -> None:
         TypeError: it is another one.
         ValueError: it is distributed, keeps the largest variance, or changes what was exchanged.
     """
-    if isinstance(optimizer, DistributedOptimizerMixin):
-        raise ValueError("MomentumExchange takes a plain Adam or AdamW; this one is distributed")
+    if exchanging := exchanges_in(optimizer):
+        raise ValueError(
+            "MomentumExchange takes a plain Adam or AdamW, and this one is distributed: "
+            f"{exchanging} exchanges gradients. Pass the optimizer that it was made from"
+        )
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise TypeError(
             "MomentumExchange takes the optimizer inside: "

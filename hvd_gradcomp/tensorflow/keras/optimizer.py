@@ -32,8 +32,8 @@ from hvd_gradcomp.tensorflow.keras import loss_scale, serialization
 from hvd_gradcomp.tensorflow.keras.local_vars import local_places, places_of
 from hvd_gradcomp.tensorflow.keras.step_exchange import StepExchange
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
-from hvd_gradcomp.tensorflow.reducer import LOGGER, TITLES, GraphReducer
-from hvd_gradcomp.tensorflow.reducers import distributed_in
+from hvd_gradcomp.tensorflow.reducer import LOGGER, TITLES, GraphReducer, require_one_replica
+from hvd_gradcomp.tensorflow.reducers import distributed_in, exchanges_in
 from hvd_gradcomp.tensorflow.tape import layers_in, variables_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     """Wrap a Keras optimizer so that gradients are exchanged compressed before each update.
 
     Works with `model.fit`, in graph mode and eagerly, and in custom loops through `apply` or
-    `apply_gradients`. Do not combine it with `DistributedGradientTape`: that would reduce twice.
+    `apply_gradients`. A `DistributedGradientTape` before it, which reduces the same gradients, is
+    an error, and so are several replicas of `tf.distribute` in a process.
 
     Mixed precision: wrap a `keras.optimizers.LossScaleOptimizer`, or let Keras wrap this one, as
     `compile` does under the policy "mixed_float16". Gradients are exchanged, and kept from step to
@@ -116,7 +117,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     Raises:
         ValueError: Horovod is not initialised; groups or Adasum are asked for; the optimizer
             accumulates gradients by itself; `moments` needs something that is not set up; hosts or
-            Horovod are not as `hierarchical` needs them.
+            Horovod are not as `hierarchical` needs them; the optimizer exchanges by itself; in
+            `apply`, a tape has exchanged the gradients.
         TypeError: `compression` is no compressor, or `optimizer` no Keras 3 optimizer.
         MismatchError: at the first step, on all ranks, if they do not train the same model.
         DivergedError: in `apply`, on all ranks, with `verify_every`.
@@ -146,6 +148,11 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     if backward_passes_per_step < 1:
         raise ValueError(
             f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}"
+        )
+    if (exchanging := exchanges_in(optimizer)) not in ("", DistributedOptimizerMixin.host):
+        raise ValueError(
+            f"{exchanging} exchanges already, or is meant to: give hvd.DistributedOptimizer the "
+            "plain optimizer"
         )
     inner = _inner_of(optimizer)
     if getattr(inner, "gradient_accumulation_steps", None):
@@ -233,8 +240,13 @@ def PartialDistributedOptimizer(  # noqa: N802 - the name that users of Horovod 
 
 
 class DistributedOptimizerMixin(_KerasOptimizer):
-    """Optimizer mixin that exchanges gradients; it comes before the Keras class."""
+    """Optimizer mixin that exchanges gradients; it comes before the Keras class.
 
+    Attributes:
+        host: its name to users.
+    """
+
+    host = "hvd.DistributedOptimizer"
     _base: type  # the Keras class
     _gradcomp: GraphReducer | None = None  # that of the exchange
     _step_exchange: StepExchange | None = None  # once it is built; None where this rank has no part
@@ -374,6 +386,7 @@ class DistributedOptimizerMixin(_KerasOptimizer):
 
     @tf.autograph.experimental.do_not_convert
     def _build(self, variables: Sequence[Any], scaled: bool) -> None:
+        require_one_replica(self._distribution_strategy)
         super().build(variables)
         self._plain = list(self.variables)
         self._local: frozenset[int] = frozenset()
@@ -393,6 +406,7 @@ class DistributedOptimizerMixin(_KerasOptimizer):
             self._title,
             self._settings,
             self._state_variable,
+            self.host,
         )
         self._step_exchange, self._gradcomp = exchange, exchange.reducer
         # Checkpoints of TensorFlow know variables by the names of these attributes.

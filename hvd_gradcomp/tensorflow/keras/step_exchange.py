@@ -17,6 +17,7 @@ from hvd_gradcomp.tensorflow.keras.accumulation import GradientAccumulation, Mom
 from hvd_gradcomp.tensorflow.layers import named_layers
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.reducer import LOGGER, GraphReducer
+from hvd_gradcomp.tensorflow.rivals import RivalExchanges
 from hvd_gradcomp.tensorflow.variables import keep_local
 
 
@@ -32,6 +33,7 @@ class StepExchange:
         title: prefix of the collectives' names.
         settings: what must be equal on all ranks besides.
         make_variable: creates the variables, which the optimizer saves.
+        host: what exchanges, as the user knows it.
 
     Attributes:
         reducer: of the gradients that do not stay on this rank.
@@ -49,6 +51,7 @@ class StepExchange:
         title: str,
         settings: str,
         make_variable: MakeVariable,
+        host: str,
     ) -> None:
         self._variables, self._places_of, self._options = list(variables), places_of, options
         self._exchanged = [i for i in range(len(variables)) if i not in local]
@@ -67,14 +70,20 @@ class StepExchange:
             settings=settings,
             make_variable=make_variable,
             tables=[] if passes > 1 else tables_of(layers),
+            trained=self.exchanged_variables,
+            host=host,
         )
+        self._rivals = RivalExchanges(self.exchanged_variables, self.reducer)
         self.sums: GradientAccumulation | None = None
         if passes > 1:
             number = make_variable("gradcomp_pass", tf.constant(0, tf.int64))
-            zeros = [tf.zeros(v.shape) for v in variables]
+            wide = ["float64" if v.dtype == "float64" else "float32" for v in variables]
             added, squared = (
-                [keep_local(make_variable(f"gradcomp_{name}", z)) for z in zeros]
-                for name in ("added", "squared")
+                [
+                    keep_local(make_variable(f"gradcomp_{name}", tf.zeros(v.shape, dtype)))
+                    for v, dtype in zip(variables, dtypes)
+                ]
+                for name, dtypes in (("added", wide), ("squared", ["float32"] * len(wide)))
             )
             self.reducer.sums = [*added, *squared]
             self.sums = GradientAccumulation(options, number, added, squared)
@@ -150,7 +159,17 @@ class StepExchange:
         tf.cond(sums.pass_of_step == 0, exchange, lambda: None)
 
     def _reduce(self, full: list[Any], moments: list[Any] | None, scale: Any) -> list[Any]:
-        """Exchange the gradients that do not stay on this rank, among those of all variables."""
+        """Exchange the gradients that do not stay on this rank, among those of all variables.
+
+        Raises:
+            ValueError: something else has exchanged them in this step.
+        """
+        if rival := self._rivals.find():
+            raise ValueError(
+                f"{rival.host} has exchanged the gradients of these variables in this step, and "
+                f"{self.reducer.host} would do so again: use a plain tape with it, or the plain "
+                "optimizer"
+            )
         shared = [full[i] for i in self._exchanged]
         if self._local:
             shared = poisoned(shared, [full[i] for i in self._local])

@@ -127,6 +127,25 @@ def fitted(batches: Callable[[], int], **settings: Any) -> Callable[[Trial], str
     return case
 
 
+def swap(loop: Loop) -> None:
+    """Other weights for an evaluation, and the own ones back."""
+    own = [w.read_value() for w in loop.weights]
+    for w in loop.weights:
+        w.assign(tf.zeros_like(w))
+    for w, value in zip(loop.weights, own):
+        w.assign(value)
+
+
+def taped(trial: Trial) -> str:
+    """A tape reduces gradients whose variables local steps exchange, on all ranks."""
+    loop = Loop()
+    loop.train(4)
+    trial.now()
+    hvd.reduce_gradients([tf.ones(w.shape) for w in loop.weights], loop.weights)
+    loop.train(8)
+    return loop.end()
+
+
 def fails(loop: Loop) -> None:
     raise ArithmeticError("this rank has failed")
 
@@ -142,6 +161,9 @@ CASES: dict[str, Callable[[Trial], Any]] = {
     "verify on one rank": around(lambda loop: hvd.verify(loop.local)),
     "a user's allreduce on one rank": around(lambda _: hvd.allreduce(tf.ones(1), name="metric")),
     "a variable set on one rank": around(lambda loop: loop.weights[1].assign(tf.ones((40, 4)))),
+    "weights put back after an evaluation on one rank": around(swap),
+    "another LocalSteps on one rank": around(lambda loop: hvd.LocalSteps(loop.weights, 5)),
+    "gradients reduced by a tape": taped,
     "nan on one rank, raise": around(spoil),
     "nan on one rank, skip": around(spoil, nonfinite="skip"),
     "save_checkpoint in other modes": saved(lambda: faulty("consolidated", "sharded")),

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
+import os
 import sys
+import threading
+import weakref
 from pathlib import Path
 
 import horovod.tensorflow as stock
@@ -13,7 +17,8 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_gradcomp.tensorflow as hvd
-from hvd_gradcomp.tensorflow.keras import DistributedOptimizer
+from hvd_gradcomp.tensorflow import stall_inspector
+from hvd_gradcomp.tensorflow.keras import DistributedOptimizer, MomentumExchange
 from hvd_gradcomp.tensorflow.reducer import living
 from tests.parallel.workers.results import digest, errors_of, finish, on_timeline
 
@@ -388,6 +393,148 @@ def small_gradients():
         np.testing.assert_allclose(gradient.numpy(), sent * scale, rtol=1e-2)
 
 
+def constrained(dtype):
+    """Variables of which all but the last have a constraint."""
+    random, made = np.random.default_rng(1), []
+    kinds = keras.constraints.NonNeg(), keras.constraints.UnitNorm(), keras.constraints.MaxNorm(1.0)
+    for shape, constraint in zip(((6, 4), (5, 3), (4, 3), (3,)), (*kinds, None)):
+        name = f"layer_{len(made)}"
+        made.append(keras.Variable(random.standard_normal(shape), dtype=dtype, name=name))
+        made[-1].constraint = constraint
+    return made
+
+
+def several_optimizers():
+    from keras.src.optimizers.multi_optimizer import OptimizerMap
+
+    several = OptimizerMap(keras.optimizers.SGD(0.1, use_ema=True))
+    several["layer_0"] = keras.optimizers.Adam(0.1, clipnorm=0.3)
+    return keras.optimizers.MultiOptimizer(several)
+
+
+def like_keras():
+    """Largest differences to Keras's own optimizer with the mean gradient, in each option."""
+    made, found = keras.optimizers, {}
+    often = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
+
+    def adam(**more):
+        return lambda: made.Adam(0.1, **more)
+
+    def scaled():
+        return made.LossScaleOptimizer(made.Adam(0.1, use_ema=True, clipnorm=0.3), 64.0)
+
+    def distant(optimizers, scale=1.0, passes=1, dtype="float32", steps=6):
+        wrap, plain = optimizers if isinstance(optimizers, tuple) else (None, optimizers)
+        ours, theirs = constrained(dtype), constrained(dtype)
+        wrap = wrap or (lambda x: DistributedOptimizer(x, backward_passes_per_step=passes))
+        optimizer, stock = wrap(plain()), plain()
+        optimizer.build(ours)
+        step, total = tf.function(lambda gradients: optimizer.apply(gradients, ours)), []
+        for number in range(steps):
+            random = np.random.default_rng((7, number))
+            ranks = [[random.standard_normal(v.shape) for v in ours] for _ in range(hvd.size())]
+            step([tf.cast(scale * g, dtype) for g in ranks[hvd.rank()]])
+            mean = [scale * sum(each) / hvd.size() for each in zip(*ranks)]
+            total = mean if number % passes == 0 else [a + b for a, b in zip(total, mean)]
+            if number % passes == passes - 1:
+                stock.apply([tf.cast(g, dtype) for g in total], theirs)
+        for each, variables in ((optimizer, ours), (stock, theirs)):
+            each.finalize_variable_values(variables)
+        ends = [[v.numpy().astype("float64") for v in each] for each in (ours, theirs)]
+        return max(float(np.abs(a - b).max()) for a, b in zip(*ends)), digest(ends[0])
+
+    def momenta(adam):
+        return MomentumExchange(adam, None, 100)
+
+    for name, how in {
+        "averages": {"optimizers": adam(use_ema=True)},
+        "averages, often": {"optimizers": adam(**often)},
+        "averages, skipping": {
+            "optimizers": (lambda x: DistributedOptimizer(x, nonfinite="skip"), adam(**often))
+        },
+        "clipnorm": {"optimizers": adam(clipnorm=0.3)},
+        "clipvalue": {"optimizers": adam(clipvalue=0.3)},
+        "global_clipnorm": {"optimizers": adam(global_clipnorm=0.3)},
+        "weight_decay": {"optimizers": lambda: made.AdamW(0.1, weight_decay=0.1)},
+        "loss_scale_factor": {
+            "optimizers": adam(loss_scale_factor=64.0, global_clipnorm=0.3),
+            "scale": 64.0,
+        },
+        "scaler": {"optimizers": scaled, "scale": 64.0},
+        "passes": {"optimizers": adam(global_clipnorm=0.3, **often), "passes": 2},
+        "passes, float64": {"optimizers": adam(), "passes": 2, "dtype": "float64"},
+        "bfloat16": {"optimizers": adam(use_ema=True), "dtype": "bfloat16"},
+        "float64": {"optimizers": adam(use_ema=True), "dtype": "float64"},
+        "several": {"optimizers": several_optimizers},
+        "momenta": {"optimizers": (momenta, adam(**often))},
+        "momenta, scaled": {"optimizers": (momenta, adam(loss_scale_factor=64.0)), "scale": 64.0},
+        "momenta, float64": {"optimizers": (momenta, adam()), "dtype": "float64"},
+    }.items():
+        difference, end = distant(**how)
+        bound = 1e-12 if how.get("dtype") == "float64" else 1e-6
+        assert difference < bound, f"{name}: {difference}"
+        found[name] = end
+    return found
+
+
+def left_behind():
+    """Counts of what stays after each of three models that were trained and dropped."""
+    from hvd_gradcomp.tensorflow.keras import callbacks
+
+    x = np.random.default_rng(1).standard_normal((16, 6)).astype(np.float32)
+
+    def network(compiled):
+        made = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+        made.compile(compiled, "mse", run_eagerly=True)
+        return made
+
+    def fitted(make, *after):
+        def run():
+            made = network(make(keras.optimizers.Adam(0.1)))
+            made.fit(x, x[:, :2], batch_size=8, verbose=0, callbacks=[each() for each in after])
+            return made
+
+        return run
+
+    def taped():
+        weights = [tf.Variable(tf.ones((6, 2)))]
+        for _ in range(2):
+            hvd.reduce_gradients([tf.ones((6, 2))], weights, hvd.StromCompressor())
+        return weights[0]
+
+    def local():
+        weights = [tf.Variable(tf.ones((6, 2)))]
+        steps = hvd.LocalSteps(weights, 2, compression=hvd.StromCompressor(), deadline=1.0)
+        for _ in range(2):
+            steps.step()
+        steps.exchange()
+        return weights[0]
+
+    found = {}
+    for name, run in {
+        "optimizer": fitted(optimizer_around),
+        "momenta": fitted(lambda adam: MomentumExchange(adam, None, 1)),
+        "tape": taped,
+        "local steps": local,
+        "callback": fitted(lambda adam: adam, lambda: callbacks.LocalSteps(2, warmup_steps=1)),
+    }.items():
+        found[name] = []
+        for _ in range(3):
+            trained = weakref.ref(run())
+            for _ in range(3):
+                gc.collect()
+            files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+            variables = sum(isinstance(x, tf.Variable) for x in gc.get_objects())
+            records = len(stall_inspector.records())
+            gone = trained() is None
+            found[name].append([gone, files, threads, len(living), records, variables])
+    return found
+
+
+def optimizer_around(plain):
+    return optimizer(optimizer=plain, compression=hvd.StromCompressor(tau=0.01))
+
+
 def too_few():
     variables = [keras.Variable(np.zeros(3)) for _ in range(2)]
     distributed = optimizer()
@@ -438,6 +585,7 @@ def main(folder: str) -> None:
     replicas["micro-batches"] = micro_batches()
     replicas["explicit moments"] = explicit_moments()
     replicas["frozen layer"] = frozen_layer()
+    replicas["like Keras"] = like_keras()
     errors = errors_of(
         {
             "groups": lambda: tape(groups=2),
@@ -479,7 +627,10 @@ def main(folder: str) -> None:
         }
     )
     errors["before init"] = before_init
-    finish(hvd, folder, {"pairs": stock_pairs(), "replicas": replicas, "errors": errors})
+    left = left_behind()
+    finish(
+        hvd, folder, {"left": left, "pairs": stock_pairs(), "replicas": replicas, "errors": errors}
+    )
 
 
 if __name__ == "__main__":

@@ -358,6 +358,55 @@ def fit_resumed(folder):
     return end(whole), end(again)
 
 
+class Embedded(layers.Layer):
+    """A table whose rows are drawn back in forward, as some embeddings are."""
+
+    def build(self, shape):
+        self.table = self.add_weight(shape=(12, 3), initializer="random_normal")
+
+    def call(self, x):
+        self.table.assign(tf.clip_by_norm(self.table.value, 0.1, axes=1))
+        return x + tf.gather(self.table.value, tf.cast(tf.abs(x[:, 0]) * 4, tf.int32) % 12)
+
+
+def averaged_fits():
+    """Digests after each of two `fit` with moving averages, and the least weight of one >= 0."""
+    found, sparse = {}, hvd.SparseGDCompressor(density=0.2)
+    nonneg = {"kernel_constraint": keras.constraints.NonNeg(), "use_bias": False}
+    for name, how, after in (
+        ("plain", {"every": 3}, []),
+        ("at its end", {"every": 3, "at_epoch_end": False, "compression": sparse}, []),
+        ("swapped", {"every": 4}, [keras.callbacks.SwapEMAWeights()]),
+    ):
+        optimizer = keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9)
+        model = model_of(optimizer, layers.Dense(3, **nonneg), Embedded())
+        callback, ends = hvd_keras.callbacks.LocalSteps(**how), []
+        for _ in range(2):
+            fit(model, [callback, *after], epochs=2, validation_data=data(0, 1))
+            average = [v.numpy() for v in optimizer._model_variables_moving_average]
+            ends.append(digest([*weights(model), *average]))
+        found[name] = ends, float(weights(model)[1].min())
+    return found
+
+
+def with_replicas():
+    """Digest after local steps of processes that have two replicas each, and what is refused."""
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        local = model_of(keras.optimizers.Adam(0.1))
+        exchanged = model_of(hvd_keras.DistributedOptimizer(keras.optimizers.Adam(0.1)))
+    fit(local, [hvd_keras.callbacks.LocalSteps(3)])
+
+    def taped():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(local(tf.ones((2, 6))))
+        variables = local.trainable_variables
+        return hvd.DistributedGradientTape(tape).gradient(loss, variables)
+
+    errors = errors_of({"fit": lambda: fit(exchanged, []), "tape": lambda: strategy.run(taped)})
+    return digest(weights(local)), errors
+
+
 def slow_fits():
     """Steps, and what is equal, of `fit` with a rank that sleeps: until a round, and for epochs."""
     pause, found = 0.1 if hvd.rank() == hvd.size() - 1 else 0.005, {}
@@ -406,6 +455,13 @@ def said(rank):
         variables, local = loop(3 + rank, every=4)
         local.exchange() if rank == 0 else train(variables, local, 4, 5)
 
+    def set_alone():
+        variables, local = loop(4, every=4)
+        if rank:
+            variables[0].assign(tf.zeros(SHAPES[0]))
+        local.restart_if_set()
+        train(variables, local, 1, 5)
+
     def distributed():
         optimizer = keras.optimizers.SGD(0.1)
         if rank:
@@ -433,7 +489,9 @@ def said(rank):
             "warmup": lambda: loop(4, every=2, warmup_steps=rank),
             "fragments": lambda: loop(4, every=4, fragments=1 + rank % 2),
             "not finite": lambda: loop(2, spoiled=True, every=2),
-            "start": lambda: loop(4, shift=float(rank), every=4),
+            "start": lambda: loop(1, shift=float(rank), every=4),
+            "start of warmup": lambda: loop(1, shift=float(rank), every=4, warmup_steps=2),
+            "set alone": set_alone,
             "place": other_place,
             "distributed": distributed,
             "fit not finite": spoiled_fit,
@@ -448,6 +506,9 @@ def said(rank):
 
 
 def main(folder: str) -> None:
+    (processor,) = tf.config.list_physical_devices("CPU")
+    two = [tf.config.LogicalDeviceConfiguration()] * 2
+    tf.config.set_logical_device_configuration(processor, two)
     hvd.init()
     here = Path(folder)
     result = {
@@ -466,6 +527,8 @@ def main(folder: str) -> None:
         "fit papers": fit_against_the_paper(),
         "fits": fits(),
         "fit resumed": fit_resumed(here / "fit"),
+        "averaged fits": averaged_fits(),
+        "replicas": with_replicas(),
         "errors": said(hvd.rank()),
     }
     finish(hvd, folder, result)
