@@ -27,7 +27,7 @@ ATTACKS = {
 ALLOWED = ("DDP of one rank", "DDP of a host")  # what the documentation tells people to do
 EVERY, STEPS = 3, 9  # local steps between two exchanges; steps of a training
 GRAD_MODES = ("inference_mode", "no_grad", "set_grad_enabled(False)", "autocast", "compiled")
-TF_MODES = ("a tape", "stop_recording", "autocast", "compiled")
+TF_MODES = ("a tape", "stop_recording", "mixed_bfloat16", "compiled")
 METHODS = ("None", "QSGD", "Sparse GD", "1-bit", "Int8", "chunked", "PowerSGD")
 SWAPS = ("copy_", "copy_, one rank", ".data", ".data, one rank", "load_state_dict")
 TF_SWAPS = ("assign", "assign, one rank", "set_weights")
@@ -213,10 +213,7 @@ def attacks(seed: int, share: float = 1.0, only: Sequence[str] = ()) -> Iterator
             where = place(job, host.name)
             if not only or any(word in where for word in only):
                 dice = Random(f"{seed} {where}")
-                cases = [*drawn(host, dice)]
-                if share < 1:
-                    cases = dice.sample(cases, max(1, round(len(cases) * share)))
-                names += map(str, cases)
+                names += map(str, drawn(host, dice) if share >= 1 else some(host, dice, share))
         yield from ranks.series(job, names, judged)
 
 
@@ -225,8 +222,12 @@ def place(job: Job, host: str) -> str:
     return f"{host}, {job.where}"
 
 
-def drawn(host: Host, dice: Random) -> Iterator[Case]:
+def drawn(host: Host, dice: Random) -> list[Case]:
     """Draw the cases of a host; all of its calls, swaps and pairs are among them."""
+    return [*dict.fromkeys(_drawn(host, dice))]
+
+
+def _drawn(host: Host, dice: Random) -> Iterator[Case]:
     methods = dice.sample(host.methods, 3)
     for what, how in host.pairs:
         yield Case(PAIRS, host.name, what, how, dice.choice(methods))
@@ -253,9 +254,18 @@ def drawn(host: Host, dice: Random) -> Iterator[Case]:
         stock = call == "step" and "inference_mode" in host.modes  # makes states nobody can use
         for how in (mode,) if stock else (host.modes[0], mode):
             # A state that is made in a mode, and one that was there before.
-            for steps in ((1, 2), (4, 5)) if call == "exchange" else (range(STEPS - 1),):
+            for steps in ((1, 2), (4, 5)) if call == "exchange" else (range(1, STEPS - 1),):
                 step = 0 if call == "make" else dice.choice(steps)
                 yield Case(MODES, host.name, call, how, dice.choice(methods), step)
+
+
+def some(host: Host, dice: Random, share: float) -> Iterator[Case]:
+    """Draw a share of a host's cases, of each kind at least one."""
+    cases = drawn(host, dice)
+    for kind in ATTACKS:
+        same = [case for case in cases if case.kind == kind]
+        if same:
+            yield from dice.sample(same, max(1, round(len(same) * share)))
 
 
 def judged(job: Job, folder: Path, name: str, output: str) -> Input | None:

@@ -84,10 +84,12 @@ def _count() -> Iterator[Callable[[], int]]:
     """Count collectives of Horovod's and of `torch.distributed`'s; the result is there behind."""
     before, activities = _counted.count, [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profiler:
-        yield lambda: (
-            _counted.count
-            - before
-            + sum(event.name.startswith("c10d::") for event in profiler.events() or ())
+        yield (
+            lambda: (
+                _counted.count
+                - before
+                + sum(event.name.startswith("c10d::") for event in profiler.events() or ())
+            )
         )
 
 
@@ -148,14 +150,16 @@ class Training:
         self.optimizer.step()
         self.made += 1
 
-    def evaluate(self) -> Any:
-        return self.module(self._inputs())
+    def evaluate(self, module: Any = None) -> None:
+        (module or self.module)(self._inputs())
+        if isinstance(self.module, fsdp.FSDPModule):
+            self.module.reshard()  # else the parameters stay the gathered ones
 
     def evaluate_compiled(self) -> None:
         if self._compiled is None:
             self._compiled = torch.compile(self.module, backend="eager")
         with torch.no_grad():
-            self._compiled(self._inputs())
+            self.evaluate(self._compiled)
 
     def _inputs(self) -> torch.Tensor:
         return torch.ones(2, 12, dtype=next(self.module.parameters()).dtype)
@@ -633,9 +637,7 @@ def _beside(case: Case) -> Any:
     library = case.host.partition(".")[0]
     name = case.what if "." in case.what else f"{library}.{case.what}"
     other = wrap(name, inner_of(name, module), module.named_parameters(), method)
-    optimizer = wrap(
-        case.host, inner_of(case.host, module), module.named_parameters(), method
-    )
+    optimizer = wrap(case.host, inner_of(case.host, module), module.named_parameters(), method)
     training = Training(module, module, optimizer)
     training.other = other  # type: ignore[attr-defined]
     return training, {case.host: lambda: alone(case.host, case.method)}
@@ -647,9 +649,7 @@ def _twice(case: Case) -> Any:
     ddp.compress(model, method)
     state = ddp.compress(model, method)
     inner = inner_of(case.host, module)
-    return Training(model, module, inner, state), {
-        case.host: lambda: alone(case.host, case.method)
-    }
+    return Training(model, module, inner, state), {case.host: lambda: alone(case.host, case.method)}
 
 
 def _over_shards(case: Case) -> Any:
