@@ -30,8 +30,8 @@ GRAD_MODES = ("inference_mode", "no_grad", "set_grad_enabled(False)", "autocast"
 TF_MODES = ("a tape", "stop_recording", "mixed_bfloat16", "compiled")
 METHODS = ("None", "QSGD", "Sparse GD", "1-bit", "Int8", "chunked", "PowerSGD")
 SWAPS = ("copy_", "copy_, one rank", ".data", ".data, one rank", "load_state_dict")
-TF_SWAPS = ("assign", "assign, one rank", "set_weights")
-FIT_SWAPS = ("assign", "assign, one rank", "SwapEMAWeights")
+TF_SWAPS = ("assign", "assign, one rank")
+FIT_SWAPS = ("set_weights", "set_weights, one rank", "SwapEMAWeights")
 
 
 class Case(NamedTuple):
@@ -73,6 +73,7 @@ class Host(NamedTuple):
         swaps: how weights are set and put back.
         modes: in which calls are made.
         methods: compressors.
+        drawn_methods: how many of them are drawn; each has an oracle of its own.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Host(NamedTuple):
     swaps: Sequence[str] = SWAPS
     modes: Sequence[str] = GRAD_MODES
     methods: Sequence[str] = METHODS
+    drawn_methods: int = 3
 
     @property
     def is_local(self) -> bool:
@@ -137,10 +139,11 @@ _OVER_FSDP = [
 _OVER_FSDP.append(Host("hvd.DistributedOptimizer", (), pairs=_SHARDED))
 _OVER_FSDP[0] = _OVER_FSDP[0]._replace(pairs=(*_SHARDED, ("DDP of a host", "before")))
 
-_TF_CALLS = ("evaluate", "verify", "stats", "allreduce", "save_checkpoint", "load_checkpoint")
-_TF_DTYPES = ("float32", "bfloat16")
-_TF = {"swaps": TF_SWAPS, "modes": TF_MODES, "dtypes": _TF_DTYPES}
-_FIT = {"swaps": FIT_SWAPS, "modes": TF_MODES, "dtypes": ("float32",)}
+_TF_CALLS = ("evaluate", "verify", "stats", "allreduce", "load_checkpoint")
+_FIT_CALLS = ("evaluate", "verify", "load_checkpoint")  # each training is traced, for seconds
+_TF: dict[str, Any] = {"modes": TF_MODES, "drawn_methods": 1}
+_FIT = {**_TF, "swaps": FIT_SWAPS, "dtypes": ("float32",)}
+_TF |= {"swaps": TF_SWAPS, "dtypes": ("float32", "bfloat16")}
 _TF_HOSTS = (
     Host(
         "tensorflow.LocalSteps",
@@ -156,13 +159,13 @@ _TF_HOSTS = (
     ),
     Host(
         "keras.DistributedOptimizer",
-        (*_TF_CALLS, "broadcast_variables"),
+        (*_FIT_CALLS, "broadcast_variables"),
         pairs=[("DistributedOptimizer", "inside")],
         **_FIT,
     ),
     Host(
         "keras.callbacks.LocalSteps",
-        (*_TF_CALLS, "exchange"),
+        (*_FIT_CALLS, "exchange"),
         pairs=[
             ("DistributedOptimizer", "inside"),
             ("MomentumExchange", "inside"),
@@ -173,7 +176,7 @@ _TF_HOSTS = (
     ),
     Host(
         "keras.MomentumExchange",
-        (*_TF_CALLS, "broadcast_variables"),
+        (*_FIT_CALLS, "broadcast_variables"),
         pairs=[("DistributedOptimizer", "inside"), ("DistributedOptimizer", "around")],
         **_FIT,
     ),
@@ -228,7 +231,7 @@ def drawn(host: Host, dice: Random) -> list[Case]:
 
 
 def _drawn(host: Host, dice: Random) -> Iterator[Case]:
-    methods = dice.sample(host.methods, 3)
+    methods = dice.sample(host.methods, host.drawn_methods)
     for what, how in host.pairs:
         yield Case(PAIRS, host.name, what, how, dice.choice(methods))
     if not host.calls:
@@ -237,22 +240,20 @@ def _drawn(host: Host, dice: Random) -> Iterator[Case]:
     for what in host.swaps:
         for dtype in host.dtypes if host.is_local else [dice.choice(host.dtypes)]:
             yield Case(BACK, host.name, what, dtype, dice.choice(methods), dice.choice(rounds))
-        yield Case(
-            *(BACK, host.name, what, host.dtypes[0]),
-            dice.choice(methods),
-            dice.randrange(1, STEPS - 1),
-        )
+        if host.modes is GRAD_MODES:
+            step = dice.randrange(1, STEPS - 1)
+            yield Case(BACK, host.name, what, host.dtypes[0], dice.choice(methods), step)
     if host.is_local and host.modes is GRAD_MODES:
         yield Case(BACK, host.name, "max_norm", "float32")
     for what in (x for x in host.swaps if "rank" not in x and x != "SwapEMAWeights"):
         step = dice.choice([0, *rounds] if host.is_local else range(STEPS - 1))
         yield Case(ANEW, host.name, what, dice.choice(host.dtypes), dice.choice(methods), step)
-    for method in ("None", dice.choice(host.methods[1:])):
+    for method in ("None", dice.choice(host.methods[1:]))[-host.drawn_methods :]:
         yield Case(AGAIN, host.name, method=method)
     for call in host.calls:
-        mode = dice.choice(host.modes[1:])
+        mode = dice.choice(host.modes[host.modes is GRAD_MODES :])
         stock = call == "step" and "inference_mode" in host.modes  # makes states nobody can use
-        for how in (mode,) if stock else (host.modes[0], mode):
+        for how in (mode,) if stock or host.modes is TF_MODES else (host.modes[0], mode):
             # A state that is made in a mode, and one that was there before.
             for steps in ((1, 2), (4, 5)) if call == "exchange" else (range(1, STEPS - 1),):
                 step = 0 if call == "make" else dice.choice(steps)
@@ -270,36 +271,36 @@ def some(host: Host, dice: Random, share: float) -> Iterator[Case]:
 
 def judged(job: Job, folder: Path, name: str, output: str) -> Input | None:
     """Return what came of a case; None if it was not reached."""
-    told = ranks.read(folder, "trials", range(job.ranks), name)
+    lines = ranks.read(folder, "trials", range(job.ranks), name)
     reached = ranks.read(folder, "mistakes", range(job.ranks), name)
-    if not told and not reached:
+    if not lines and not reached:
         return None
     case = Case.parse(name)
     hung = any(path.stat().st_size for path in folder.glob("hangs-*"))
-    outcome, said = judge(case, [*told.values()], job.ranks, hung)
-    if len(told) < job.ranks and not said:
-        places = (f"rank {r}: {ranks.place(folder, r)}" for r in range(job.ranks) if r not in told)
+    outcome, said = judge(case, [*lines.values()], job.ranks, hung)
+    if len(lines) < job.ranks and not said:
+        places = (f"rank {r}: {ranks.place(folder, r)}" for r in range(job.ranks) if r not in lines)
         said = "; ".join(places) if hung else output.strip()[-300:]
     return Input(place(job, case.host), ATTACKS[case.kind], outcome, said, case=name)
 
 
 def judge(
-    case: Case, told: Sequence[Mapping[str, Any]], expected: int, hung: bool
+    case: Case, lines: Sequence[Mapping[str, Any]], expected: int, hung: bool
 ) -> tuple[str, str]:
     """Return an outcome, and the first rank's words.
 
     Args:
         case: that the ranks went through.
-        told: of each rank that came to the end of it: the error that it has `said`; whether that
+        lines: of each rank that came to the end of it: the error that it has `said`; whether that
             `names` a cause, and the `step` it was in; or its outcome, and words, as `replicas`.
         expected: number of ranks.
         hung: a rank has waited for too long.
     """
-    errors = [line["said"] for line in told if line["said"]]
-    results = [line["replicas"] for line in told if not line["said"]]
+    errors = [line["said"] for line in lines if line["said"]]
+    results = [line["replicas"] for line in lines if not line["said"]]
     bad = [(outcome, said) for outcome, said in results if outcome in BAD]
     said = next(iter(errors), bad[0][1] if bad else "")
-    if len(told) < expected:
+    if len(lines) < expected:
         return ("hung" if hung else "unexplained"), said
     if not errors:
         return bad[0] if bad else ("survived", "")
@@ -307,7 +308,7 @@ def judge(
         return "failed", said
     if len(errors) < expected:
         return "diverged", f"an error on {len(errors)} of {expected} ranks: {said}"
-    if not all(line["names"] or ranks.CAUSES.search(line["said"]) for line in told):
+    if not all(line["names"] or ranks.CAUSES.search(line["said"]) for line in lines):
         return "unexplained", said
-    step = max(line["step"] for line in told)
+    step = max(line["step"] for line in lines)
     return ("late", f"in step {step + 1}: {said}") if step > 0 else ("ended", said)

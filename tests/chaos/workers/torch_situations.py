@@ -121,7 +121,10 @@ class Training:
         module: the plain module, or the sharded one.
         optimizer: what steps.
         holder: what keeps the exchange's state.
-        dtype: of the inputs.
+        table: the model begins with an embedding.
+        backward: takes a loss.
+        other: what is to live as long.
+        made: steps so far.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class Training:
         self.model, self.module, self.optimizer = model, module, optimizer
         self.holder = optimizer if holder is None else holder
         self.table, self.backward = table, lambda loss: loss.backward()
+        self.other: Any = None
         self.made = 0
         self._compiled: Any = None
 
@@ -278,7 +282,7 @@ def _arrays(saved: Any) -> Iterator[np.ndarray]:
 
 @functools.cache
 def undisturbed(host: str, method: str, dtype: str = "float32") -> Trace:
-    """The training without a situation: what most cases are held to."""
+    """The training without a situation: what largest cases are held to."""
     return train(make(Case(MODES, host, method=method), dtype))
 
 
@@ -349,9 +353,9 @@ def renormalized(case: Case) -> Any:
             for x in plain.locals():
                 dist.all_reduce(x)
                 x.div_(dist.get_world_size())
-        most = np.abs(plain.weights() - trace.weights[step]).max()
-        if most > 1e-5:
-            return "altered", f"weights differ by {most:.2g} after step {step + 1}"
+        largest = np.abs(plain.weights() - trace.weights[step]).max()
+        if largest > 1e-5:
+            return "altered", f"weights differ by {largest:.2g} after step {step + 1}"
     return "survived", ""
 
 
@@ -410,11 +414,11 @@ class Calls:
         self._mode, self._folder = mode, folder
 
     def __call__(self, name: str) -> Situation:
-        own = getattr(self, f"_{name}", None)
+        method = getattr(self, f"_{name}", None)
 
         def situation(training: Training) -> None:
-            if own is not None:
-                own(training)
+            if method is not None:
+                method(training)
             else:
                 with self._mode(training):
                     self._plain(name, training)
@@ -569,8 +573,6 @@ def counted(training: Training, trial: Trial | None) -> Trace:
 def paired(case: Case, trial: Trial) -> Any:
     trial.details["step"] = 0
     training, oracles = PAIRED[case.how if case.how in PAIRED else case.what](case)
-    if training is None:  # nothing was refused, and there is nothing more to see
-        return "doubled", "nothing was refused"
     trace = counted(training, trial)
     return compare_pair(trace, {name: one() for name, one in oracles.items()})
 
@@ -639,7 +641,7 @@ def _beside(case: Case) -> Any:
     other = wrap(name, inner_of(name, module), module.named_parameters(), method)
     optimizer = wrap(case.host, inner_of(case.host, module), module.named_parameters(), method)
     training = Training(module, module, optimizer)
-    training.other = other  # type: ignore[attr-defined]
+    training.other = other
     return training, {case.host: lambda: alone(case.host, case.method)}
 
 
@@ -738,8 +740,8 @@ KINDS: dict[str, Callable[[Case, Trial], Any]] = {
 }
 
 
-def main(folder: str, given: str, *names: str) -> None:
-    del given
+def main(folder: str, options: str, *names: str) -> None:
+    del options
     torch.set_num_threads(1)
     hvd.init()
     # Accelerate asks the environment how many ranks there are, and where.

@@ -33,8 +33,8 @@ def compare(trace: Trace, oracle: Trace) -> tuple[str, str]:
     """Return an outcome, and words: equal to the oracle to the bit or not."""
     for step, (ours, theirs) in enumerate(zip(trace.weights, oracle.weights, strict=True)):
         if ours.tobytes() != theirs.tobytes():
-            most = np.abs(ours.astype("f8") - theirs.astype("f8")).max()
-            return "altered", f"weights differ by {most:.2g} after step {step + 1}"
+            largest = np.abs(ours.astype("f8") - theirs.astype("f8")).max()
+            return "altered", f"weights differ by {largest:.2g} after step {step + 1}"
     if trace.kept != oracle.kept:
         return "altered", "what is saved at the end differs, the weights do not"
     return SURVIVED
