@@ -224,12 +224,22 @@ class Fit(Training):
         self.kept = lambda: [v.value for v in self.optimizer.variables]
 
     def train(self, at: int = -1, situation: Situation | None = None) -> Trace:
-        recorder = _Recorder(self, at, situation)
+        return self._fit(_Recorder(self, at, situation), STEPS // EVERY)
+
+    def train_twice(self, at: int, situation: Situation) -> Trace:
+        """Train in two calls of `fit`, with something between them."""
+        recorder = _Recorder(self, -1, None)
+        if at:
+            self._fit(recorder, at // EVERY)
+        situation(self)
+        return self._fit(recorder, (STEPS - at) // EVERY)
+
+    def _fit(self, recorder: _Recorder, epochs: int) -> Trace:
         x = tf.concat([inputs(step) for step in range(EVERY)], 0).numpy()
         self.model.fit(
             *(x, x[:, :4]),
             batch_size=8,
-            epochs=STEPS // EVERY,
+            epochs=epochs,
             shuffle=False,
             verbose=0,
             callbacks=[*self.callbacks, recorder],
@@ -303,18 +313,20 @@ def place(training: Training, how: str, values: list[np.ndarray]) -> None:
 
 
 def set_anew(case: Case, trial: Trial) -> Any:
-    """New weights on all ranks; held to the same and a restart."""
+    """New weights on all ranks between two fits; held to the same and a restart."""
     trial.details["step"] = case.step
+    traces = []
+    for restarts in (False, True):
+        training = make(case)
+        assert isinstance(training, Fit)
+        traces.append(training.train_twice(case.step, functools.partial(_renew, restarts)))
+    return compare(*traces)
 
-    def situation(training: Training, restarts: bool = False) -> None:
-        place(training, case.what, [0.5 * v.numpy() + 1.0 for v in training.variables])
-        local = getattr(training, "local", None)
-        # The documentation asks TensorFlow's users for it.
-        if local is not None and (restarts or isinstance(training, Loop)):
-            local.restart()
 
-    oracle = make(case).train(case.step, functools.partial(situation, restarts=True))
-    return compare(make(case).train(case.step, situation), oracle)
+def _renew(restarts: bool, training: Any) -> None:
+    place(training, "set_weights", [0.5 * v.numpy() + 1.0 for v in training.variables])
+    if restarts and training.local is not None:
+        training.local.restart()
 
 
 # -- calls in other modes -----------------------------------------------------------------------
