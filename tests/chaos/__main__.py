@@ -9,8 +9,10 @@
 Each input is drawn from the seed, so the same one does the same again. Parts: `files` damages
 checkpoints, `payloads` what travels, `numbers` gradients, `ranks` real processes, `links` what lies
 between hosts, and elastic runs, `churn` ranks that come and go without Horovod, `stragglers` slow
-ones with local steps that have a deadline. What each came to is counted; the exit status is 1 if
-anything hung, was lost, diverged, or ended with an error that says nothing of the cause.
+ones with local steps that have a deadline, `situations` what users do: two exchanges of one model,
+weights set and put back, calls in other modes, trainings one after another. What each came to is
+counted; the exit status is 1 if anything came to one of `outcomes.BAD`: hung, lost, diverged, or an
+error that says nothing of the cause, for example.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ PARTS = {
     "links": "tests.chaos.links",
     "churn": "tests.chaos.churn",
     "stragglers": "tests.chaos.stragglers",
+    "situations": "tests.chaos.situations",
 }
 
 

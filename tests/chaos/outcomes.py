@@ -18,8 +18,16 @@ MEANINGS = {
     "hung": "a rank waited for longer than 60 seconds",
     "lost": "part of a gradient or of a state is gone without a word",
     "diverged": "ranks differ, or something else than what was saved or sent was taken",
+    "doubled": "two exchanges of one model ran, without a word",
+    "altered": "the training went another way than without the situation, without a word",
+    "failed": "an error, where nothing was wrong",
+    "late": "ended with an error that names the cause, but not in the first step",
+    "leaked": "what was dropped still holds descriptors, threads, process groups or models",
 }
-BAD = ("unexplained", "hung", "lost", "diverged")
+BAD = (
+    *("unexplained", "hung", "lost", "diverged"),
+    *("doubled", "altered", "failed", "late", "leaked"),
+)
 _FEW = 20  # bad inputs of a row that are listed
 _WIDE = 200  # characters of such a line
 

@@ -7,7 +7,7 @@ import importlib
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,10 +102,10 @@ def attacks(seed: int, share: float = 1.0, only: Sequence[str] = ()) -> Iterator
             continue
         names = names_of(job)[:: max(1, round(1 / share))]
         together = [name for name in names if name not in ALONE]
-        yield from _series(job, together)
+        yield from series(job, together)
         for name in names:
             if name in ALONE:
-                yield from _series(job, [name])
+                yield from series(job, [name])
 
 
 def names_of(job: Job) -> list[str]:
@@ -114,20 +114,31 @@ def names_of(job: Job) -> list[str]:
     return [name for name in cases if re.search(job.cases, name)]
 
 
-def _series(job: Job, names: Sequence[str]) -> Iterator[Input]:
-    """Goes through cases; begins anew behind one that has ended the run."""
+def series(job: Job, names: Sequence[str], judge: Judge | None = None) -> Iterator[Input]:
+    """Go through cases; begin anew behind one that has ended the run.
+
+    Args:
+        job: the ranks.
+        names: of the cases.
+        judge: takes the job, its folder, a case and what was printed, and returns what came of
+            it, or None if the case was not reached.
+    """
+    judge = judge or _input
     rest = list(names)
     while rest:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             output = _launched(job, folder, rest)
-            found = [_input(job, folder, case, output) for case in rest]
+            found = [judge(job, folder, case, output) for case in rest]
         reached = [one for one in found if one is not None]
         if not reached:
             last = output.strip().splitlines()[-1:] or ["nothing was printed"]
             reached = [Input(job.where, rest[0], "unexplained", last[0], case=rest[0])]
         yield from reached
         rest = rest[len(reached) :]
+
+
+Judge = Callable[[Job, Path, str, str], "Input | None"]
 
 
 def _launched(job: Job, folder: Path, names: Sequence[str]) -> str:
@@ -149,7 +160,7 @@ def _launched(job: Job, folder: Path, names: Sequence[str]) -> str:
     return (folder / "output").read_text()[-3000:]
 
 
-def _read(folder: Path, kind: str, ranks: Sequence[int], case: str) -> dict[int, Any]:
+def read(folder: Path, kind: str, ranks: Sequence[int], case: str) -> dict[int, Any]:
     """What each rank has noted of a case."""
     found = {}
     for rank in ranks:
@@ -164,8 +175,8 @@ def _read(folder: Path, kind: str, ranks: Sequence[int], case: str) -> dict[int,
 def _input(job: Job, folder: Path, case: str, output: str) -> Input | None:
     """What came of a case; None if it was not reached."""
     ranks = [r for r in range(job.ranks) if not (case in GONE and r == FAULTY)]
-    mistakes = _read(folder, "mistakes", range(job.ranks), case)
-    told = _read(folder, "trials", ranks, case)
+    mistakes = read(folder, "mistakes", range(job.ranks), case)
+    told = read(folder, "trials", ranks, case)
     if not mistakes and not told:
         return None
     begun = max((line["at"] for line in mistakes.values()), default=None)
@@ -173,7 +184,7 @@ def _input(job: Job, folder: Path, case: str, output: str) -> Input | None:
     said = next((line["said"] for line in told.values() if line["said"]), "")
     outcome = _outcome(job, case, folder, told, len(ranks), seconds, output)
     if outcome == "hung":
-        said = "; ".join(f"rank {r}: {_place(folder, r)}" for r in ranks if r not in told)
+        said = "; ".join(f"rank {r}: {place(folder, r)}" for r in ranks if r not in told)
     waited = seconds if outcome == "ended" else None
     return Input(job.where, case, outcome, said, waited, case)
 
@@ -201,7 +212,7 @@ def _outcome(
     return "survived" if alike and not any(errors) else "diverged"
 
 
-def _place(folder: Path, rank: int) -> str:
+def place(folder: Path, rank: int) -> str:
     """Where a rank hangs."""
     path = folder / f"hangs-{rank}"
     lines = path.read_text().splitlines() if path.exists() else []

@@ -9,11 +9,15 @@ import resource
 import signal
 import subprocess
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import hvd_gradcomp
+
+PACKAGE = Path(hvd_gradcomp.__file__).parent
 LIMIT = 60  # seconds that a rank may wait because of what another one did
 _SLACK = 15  # for what comes before the mistake, and for a machine that is busy
 # After these Horovod still has requests, or takes none: the next case needs other processes.
@@ -34,11 +38,13 @@ class Trial:
     Attributes:
         folder: of its own; all ranks have the same.
         made: whether this rank has made its mistake.
+        details: what is written beside the result.
     """
 
     def __init__(self, folder: Path, rank: int, name: str) -> None:
         self.folder = folder / name.replace(" ", "-")
         self.made = False
+        self.details: dict[str, Any] = {}
         self._note = folder / f"mistakes-{rank}.jsonl", name
 
     def now(self) -> None:
@@ -74,10 +80,19 @@ def run(
                 replicas = cases[name](trial)
             except Exception as error:
                 said = f"{type(error).__name__}: {error}"
+                trial.details["names"] = _raised_by_package(error)
             faulthandler.cancel_dump_traceback_later()
-            _append(path, {"case": name, "said": said, "replicas": replicas, "at": time.time()})
+            line = {"case": name, "said": said, "replicas": replicas, "at": time.time()}
+            _append(path, {**line, **trial.details})
             if any(word in said for word in ENDS):
                 raise SystemExit(1)
+
+
+def _raised_by_package(error: BaseException) -> bool:
+    """Return True if a `raise` of the package's raised an error, not what it has called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = Path(frames[-1].filename).is_relative_to(PACKAGE)
+    return ours and (frames[-1].line or "").startswith("raise")
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
