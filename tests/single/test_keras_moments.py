@@ -145,7 +145,7 @@ def test_others_count_the_step_as_one_sample(monkeypatch):
     for q, (g, weight) in zip(given["_moments"], given["pairs"]):
         as_step = np.allclose(q, tf.square(g), rtol=1e-5)
         assert as_step == (not weight.path.startswith("last")), weight.path
-    with pytest.raises(ValueError, match="others must be one of error, step, got 'dense'"):
+    with pytest.raises(ValueError, match="others must be one of 'error', 'step', got 'dense'"):
         moments.track_moments(model, others="dense")
 
 

@@ -879,7 +879,8 @@ def made_in_inference_mode():
 
 
 WITH_STATE = [("plain", c) for c in (None, *FEEDBACK)]
-WITH_STATE += [(kind, FEEDBACK[0]) for kind in SCHEDULES if kind != "plain"]
+# With a deadline the numbers of steps depend on time, and no two runs are equal to the bit.
+WITH_STATE += [(kind, FEEDBACK[0]) for kind in SCHEDULES if kind not in ("plain", "deadline")]
 
 
 @pytest.mark.parametrize(("kind", "compression"), WITH_STATE, ids=str)

@@ -220,7 +220,7 @@ def test_half_precision_has_global_variables_in_float32():
 def test_setting_an_element_keeps_the_precision_of_the_others():
     """And weights that are put back bit by bit after an evaluation were not set."""
     variables = network("bfloat16")
-    local = hvd.LocalSteps(variables, 2)
+    local = hvd.LocalSteps(variables, 2, DILOCO)
     train(variables, local, 2)
     (copies,) = local.global_variables
     before = [c.numpy() for c in copies]

@@ -223,7 +223,7 @@ def test_installed_it_builds_horovod(installed: Path, tmp_path: Path, monkeypatc
         (tools / name).write_text("#!/bin/sh\necho 4.1.0\n")
         (tools / name).chmod(stat.S_IRWXU)
     other = said(installed / "hvd-gradcomp", "build-horovod", "nowhere", folder=tmp_path, code=2)
-    assert "no such Python: nowhere" in other
+    assert "nowhere is no Python that runs" in other
 
 
 def test_a_build_with_cuda_names_the_packages_that_lack(

@@ -165,7 +165,7 @@ def test_rules_that_are_wrong_are_named():
         assign(partition({"head.*": none}), LAYERS)
     with pytest.raises(ValueError, match="there are no rules"):
         partition([])
-    with pytest.raises(ValueError, match="role must be one of first, last, bias"):
+    with pytest.raises(ValueError, match="role must be one of 'first', 'last', 'bias'"):
         role("middle")
     with pytest.raises(ValueError, match="size must be a whole number"):
         smaller(0)

@@ -104,6 +104,7 @@ class Rounds:
         self._start()
         if not self._compared:
             if self.progress.clock < self._schedule.warmup_steps:
+                self._align_tables()
                 self._take_copies()  # ranks are equal, and step no copies
             digests = [fragment.digest() for fragment in self.fragments]
             self._comparison.compare_start(_FIRST, digests, self._all_exchanges, refusal)
