@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from benchmarks.papers.parts import NOT_RUN, Claim, Found, Part, Row, Scale, said
 from hvd_gradcomp.cli import style
 
-STEPS, EVERY, DENSE_FIRST = 600, 15, 100
+STEPS, EVERY, DENSE_FIRST, LONGER = 600, 15, 100, 200
 NEAR = 0.1  # nats
 NESTEROV, AVERAGED = "OuterSGD(0.7, 0.9)", "OuterSGD(1, 0)"
 
@@ -46,6 +46,10 @@ WAYS = {
     "nesterov-late": Way(
         f"Nesterov after {DENSE_FIRST} dense steps",
         f"every={EVERY}, outer={NESTEROV}, warmup_steps={DENSE_FIRST}",
+    ),
+    "nesterov-later": Way(
+        f"Nesterov after {LONGER} dense steps",
+        f"every={EVERY}, outer={NESTEROV}, warmup_steps={LONGER}",
     ),
 }
 
