@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,6 @@ class Claim:
 
     Attributes:
         name: as given.
-        superseded: another exchange of the same name was made since, over some of the parameters.
     """
 
     def __init__(
@@ -50,7 +49,12 @@ class Claim:
     ) -> None:
         self.name, self._parameters, self._process_set = name, list(parameters), process_set
         self._in_step, self._by_hook, self._sharded = in_step, by_hook, sharded
-        self.superseded = False
+        self._successor: Callable[[], Claim | None] = lambda: None
+
+    @property
+    def superseded(self) -> bool:
+        """Return True if a later exchange of this name has some of the parameters, and lives."""
+        return self._successor() is not None
 
     @property
     def ranks(self) -> set[int]:
@@ -74,7 +78,7 @@ class Claim:
                 raise ValueError(_twice(self.name, other.name))
         self.check_models()
         for other in self._rivals():
-            other.superseded = True
+            other._successor = weakref.ref(self)
         for p in self._parameters:
             _claims.setdefault(p, weakref.WeakSet()).add(self)
 

@@ -626,7 +626,9 @@ def test_unfit_modules_are_all_named():
     for name in ("rnn", "table"):
         model[name].requires_grad_(False)
     moments_tracker.track_moments(model).remove()
-    with pytest.raises(ValueError, match="others must be one of 'error', 'step', 'dense', got 'none'"):
+    with pytest.raises(
+        ValueError, match="others must be one of 'error', 'step', 'dense', got 'none'"
+    ):
         moments_tracker.track_moments(model, others="none")
 
 
