@@ -17,7 +17,7 @@ from hvd_gradcomp.core.version import __version__
 Description = dict[str, str]
 
 STEP = "steps made"
-REFUSED = "what is refused"  # by a rank itself, for the others to hear of
+REFUSED, NOTHING = "what is refused", "nothing"  # by a rank, for the others to hear of
 _SHOWN = 8
 _SOFTWARE = ("hvd_gradcomp", "wire format", "framework", "Horovod")
 
@@ -83,6 +83,28 @@ def agree(
             + "\n  ".join(lines)
             + f"\n{advice or _advice(descriptions)}."
         )
+
+
+def raise_refusal(
+    descriptions: Sequence[Description], ranks: Sequence[int] | None, refusal: Exception | None
+) -> None:
+    """Raise an error if some rank refuses to go on; the texts may differ between ranks.
+
+    Args:
+        descriptions: of each rank, with the text of its refusal under `REFUSED`.
+        ranks: the numbers of the ranks, if these are not all ranks.
+        refusal: of this rank; None if it does not refuse.
+
+    Raises:
+        MismatchError: if some ranks refuse, and others do not.
+        Exception: the refusal of this rank, if all refuse.
+    """
+    texts = [description[REFUSED] for description in descriptions]
+    if NOTHING not in texts:
+        assert refusal is not None
+        raise refusal
+    advice = "Fix what is refused, and pass the same to all ranks"
+    agree([{REFUSED: text} for text in texts], ranks, advice)
 
 
 def _advice(descriptions: Sequence[Description]) -> str:

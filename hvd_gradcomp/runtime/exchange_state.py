@@ -65,11 +65,10 @@ def diverged(digests: Mapping[int, int], what: str, remedy: str) -> DivergedErro
     Args:
         digests: of the parameters, by rank.
         what: "parameters" or "variables".
-        remedy: how to make them equal at first.
+        remedy: how to make them equal.
     """
     if len(set(digests.values())) == 1:
         return None
     return DivergedError(
-        f"the global {what} of the ranks differ; digests by rank: {digests}. "
-        f"{remedy}, and call restart() on all of them after setting {what} in mid-training"
+        f"the global {what} of the ranks differ; digests by rank: {digests}. {remedy}"
     )

@@ -166,7 +166,7 @@ class ExchangeCheck:
     def _require_equal(self, states: States) -> None:
         remedy = (
             "Make LocalSteps once all ranks have equal variables, by hvd.broadcast_variables or a "
-            "seed"
+            "seed, and call restart() on all of them after setting variables in mid-training"
         )
         if different := diverged(digests_of(states), "variables", remedy):
             self.has_diverged = True

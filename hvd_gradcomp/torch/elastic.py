@@ -22,6 +22,7 @@ from hvd_gradcomp.torch.broadcast_state import hand_out, hand_out_rounds, plain_
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.comm.horovod import TITLES, gather_objects
 from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, synchronizer_of
+from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.optimizer import scales
 from hvd_gradcomp.torch.rank_state import cloned, forget, resize, squares
 from hvd_gradcomp.torch.reducer import Reducer, wait_for_copies
@@ -115,12 +116,15 @@ class Model(StateHandler):
         super().__init__(model)
         self.save()
 
+    @outside_inference()
     def save(self) -> None:
         self._saved = copy.deepcopy(self.value.state_dict())
 
+    @outside_inference()
     def restore(self) -> None:
         self.value.load_state_dict(self._saved)
 
+    @outside_inference()
     def sync(self) -> None:
         self.value.load_state_dict(from_root(self.value.state_dict()))
 
@@ -147,12 +151,14 @@ class CompressedOptimizer(StateHandler):
     def reducers(self) -> list[Reducer]:
         return [self.reducer]
 
+    @outside_inference()
     def save(self) -> None:
         wait_for_copies(self.reducer.buckets)
         self._saved_plain = copy.deepcopy(plain_state(self.value))
         kept = checkpoint.snapshot(self.reducer)
         self._saved = kept._replace(states=[cloned(state) for state in kept.states])
 
+    @outside_inference()
     def restore(self) -> None:
         self._synchronizer.abandon()
         states = [cloned(state) for state in self._saved.states]
@@ -160,6 +166,7 @@ class CompressedOptimizer(StateHandler):
         # `load_state_dict` keeps tensors by reference; those of the commit must not change.
         self.value.load_state_dict(copy.deepcopy(self._saved_plain))
 
+    @outside_inference()
     def sync(self) -> None:
         name, number = from_root((self.reducer.transport.name, TITLES.draw()))
         self.reducer.rename(name)
@@ -198,11 +205,13 @@ class ExchangingOptimizer(StateHandler):
         reducers: list[Reducer] = self.value.all_reducers
         return reducers
 
+    @outside_inference()
     def save(self) -> None:
         self._saved = copy.deepcopy(self.value.state_dict())
         kept = [checkpoint.snapshot(reducer) for reducer in self.reducers]
         self._kept = [k._replace(states=[cloned(state) for state in k.states]) for k in kept]
 
+    @outside_inference()
     def restore(self) -> None:
         saved = copy.deepcopy(self._saved)
         self.value.load_rounds(saved)
@@ -211,6 +220,7 @@ class ExchangingOptimizer(StateHandler):
             checkpoint.restore(reducer, kept._replace(states=states))
         self.value.load_inner(saved)
 
+    @outside_inference()
     def sync(self) -> None:
         if horovod.rank() == 0 and not self.value.is_exchanged:
             LOGGER.warning(

@@ -12,8 +12,6 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 
-_NOTHING = "nothing"
-
 
 def agree(
     group: ProcessGroup,
@@ -47,14 +45,7 @@ def agree(
         framework=f"torch {torch.__version__.partition('+')[0]}",
         horovod=transport.version,
     )
-    description[config_check.REFUSED] = str(refused or _NOTHING)
+    description[config_check.REFUSED] = str(refused or config_check.NOTHING)
     every = group.gather_objects(description, config_check.Description)
-    refusals = [{config_check.REFUSED: each[config_check.REFUSED]} for each in every]
-    refusing = [each[config_check.REFUSED] != _NOTHING for each in every]
-    if all(refusing):  # whose texts may differ, since each names what it has
-        assert refused is not None
-        raise refused
-    if any(refusing):
-        advice = "Mend what is refused, and pass the same to all ranks"
-        config_check.agree(refusals, group.ranks, advice)
+    config_check.raise_refusal(every, group.ranks, refused)
     config_check.agree(every, group.ranks)

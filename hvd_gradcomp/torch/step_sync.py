@@ -313,14 +313,13 @@ class ConfigCheck:
             return
         mine, reducer = self.description(), self._reducer
         refusal = None if self.claim is None else self.claim.refusal()
-        mine = {**mine, config_check.REFUSED: str(refusal or "nothing")}
+        mine = {**mine, config_check.REFUSED: str(refusal or config_check.NOTHING)}
         if not reducer.planner.compressor.is_linear:  # sums are the same in every step
             mine = {**mine, config_check.STEP: str(reducer.steps)}
         every = self.gather(mine, config_check.Description)
         participants = reducer.participants
+        config_check.raise_refusal(every, participants.process_set.ranks, refusal)
         config_check.agree(every, participants.process_set.ranks)
-        if refusal is not None:
-            raise refusal
         if participants.place is not None:
             with self._named("the exchange of what the ranks train"):
                 _ = participants.groups  # all ranks are here together

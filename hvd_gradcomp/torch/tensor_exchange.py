@@ -75,11 +75,11 @@ class RankSync:
             MismatchError: on all ranks, if they differ, or some ranks alone refuse.
             Exception: the one with which this rank refuses, if all ranks refuse alike.
         """
-        mine = {"settings": settings, config_check.REFUSED: str(refusal or "nothing")}
+        mine = {"settings": settings, config_check.REFUSED: str(refusal or config_check.NOTHING)}
         every = self._gather(mine, config_check.Description)
-        config_check.agree(every, self._connection.participants.process_set.ranks)
-        if refusal is not None:
-            raise refusal
+        ranks = self._connection.participants.process_set.ranks
+        config_check.raise_refusal(every, ranks, refusal)
+        config_check.agree(every, ranks)
 
     def gather(self, words: list[int]) -> dict[int, list[int]]:
         """Gather as many numbers from every rank, by rank; at most seven.

@@ -153,10 +153,9 @@ def _make_on_all(group: ProcessGroup, make: Callable[[], T]) -> T:
         optimizer = make()
     except (TypeError, ValueError) as error:
         refused = error
-    description = {config_check.REFUSED: str(refused or "nothing")}
-    config_check.agree(group.gather_objects(description, config_check.Description), group.ranks)
-    if refused is not None:
-        raise refused
+    description = {config_check.REFUSED: str(refused or config_check.NOTHING)}
+    every = group.gather_objects(description, config_check.Description)
+    config_check.raise_refusal(every, group.ranks, refused)
     return optimizer
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import gc
 import hashlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,6 +29,7 @@ _CLOSED = (
     "what ddp.Elastic has run has ended"
 )
 _FREE, _USED, _UNCLEAN, _CLOSED_HERE = "fuxc"  # states of a connection on a rank
+_numbers = itertools.count()  # of collectives
 
 
 class _Connection:
@@ -38,7 +40,7 @@ class _Connection:
 
     Attributes:
         parts: of the ranks; the connection of this rank's, by all parts.
-        unfinished: collectives that nobody has waited for, by their `Work`.
+        unfinished: collectives that nobody has waited for, by the number of their `Work`.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -251,11 +253,14 @@ class ProcessGroup:
     def add(self, work: Work, collective: Any) -> None:
         """Remember a collective until it was waited for."""
         self.pending.add(work)
-        self._connection.unfinished[id(work)] = collective
+        unfinished = self._connection.unfinished
+        for key in [key for key, each in unfinished.items() if _has_succeeded(each)]:
+            del unfinished[key]  # it would keep a payload that was dropped
+        unfinished[work.number] = collective
 
     def has_ended(self, work: Work) -> None:
         """Forget a collective that was waited for, with success."""
-        self._connection.unfinished.pop(id(work), None)
+        self._connection.unfinished.pop(work.number, None)
 
     def drop_works(self) -> None:
         """Release the collectives that nobody will wait for: they would keep gloo's threads."""
@@ -319,6 +324,7 @@ class Work:
 
     def __init__(self, work: Any, shaped: Callable[[], torch.Tensor], group: ProcessGroup) -> None:
         self._work, self._shaped, self._group = work, shaped, group
+        self.number = next(_numbers)
         group.add(self, work)
 
     @classmethod

@@ -20,6 +20,10 @@ from hvd_gradcomp.torch.wrapped_optimizer import refuse_thawed, thawed
 
 Refusal = Callable[[], Optional[Exception]]  # the error with which a rank refuses to begin
 REMEDY = "Give all ranks the same parameters at first, by broadcast_parameters or a seed"
+_RESTART = (
+    f"{REMEDY}, and call restart() on all of them after setting parameters in mid-training. A "
+    "module that writes to its own parameters in forward makes them differ too"
+)
 
 
 class ExchangeComparison:
@@ -130,7 +134,7 @@ class ExchangeComparison:
         if error := out_of_step(every, counts_steps):
             self._sync.compare_settings(self.settings)
             raise error
-        if different := diverged(digests_of(every), "parameters", REMEDY):
+        if different := diverged(digests_of(every), "parameters", _RESTART):
             raise different
         refuse_thawed({rank: state.fault for rank, state in every.items()})
         return every

@@ -17,16 +17,18 @@ _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 
 def tables_of(parameters: Sequence[torch.nn.Parameter]) -> dict[int, Table]:
-    """Return the embedding whose table a parameter is, by the parameter's place."""
+    """Return the embeddings with `max_norm` among the owners of parameters, by place."""
     places = {id(p): place for place, p in enumerate(parameters) if p.dim() == 2}
     found = owners_of([parameters[place] for place in places.values()])
-    return {places[id(p)]: module for module, p in found if isinstance(module, _TABLES)}
+    return {
+        places[id(p)]: module
+        for module, p in found
+        if isinstance(module, _TABLES) and module.max_norm is not None
+    }
 
 
 def shortened(table: Table, rows: torch.Tensor) -> torch.Tensor:
     """Return all rows of a table as its forward leaves those that it looks up."""
-    if table.max_norm is None:
-        return rows
     return rows.renorm(table.norm_type, 0, table.max_norm)
 
 
@@ -38,8 +40,6 @@ def was_shortened(table: Table, rows: torch.Tensor, now: torch.Tensor) -> torch.
         rows: before, `[rows, width]`.
         now: the same rows.
     """
-    if table.max_norm is None:
-        return torch.zeros(rows.shape[0], dtype=torch.bool, device=rows.device)
     off = 8 * torch.finfo(rows.dtype).eps  # relative, what the kernels of devices round
     long = torch.linalg.vector_norm(rows, table.norm_type, 1) > (1 - off) * table.max_norm
     return long & torch.isclose(now, shortened(table, rows), rtol=off, atol=0).all(1)
