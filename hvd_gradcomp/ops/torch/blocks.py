@@ -135,5 +135,6 @@ class Lifted(NamedTuple):
         code = self.code.view(blocks.axes.last, blocks.across, dimension)
         for start, stop, rows in blocks.each():
             part = code[:, start:stop].reshape(-1, dimension)
-            torch.addmm(self.row, part, self.basis.t(), out=rows)
+            with torch.autocast("cpu", enabled=False):
+                torch.addmm(self.row, part, self.basis.t(), out=rows)
             blocks.write(rows, place.data_ptr(), start, stop)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,13 +13,28 @@ from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.torch.base import Base
 from hvd_gradcomp.ops.torch.blocks import Axes, Blocks, Lifted
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _without_autocast(method: F) -> F:
+    """Decorate an op that autocast would round: users run backward, or exchange, inside of it."""
+
+    @wraps(method)
+    def call(self: Base, *args: Any) -> Any:
+        with torch.autocast(self.device.type, enabled=False):
+            return method(self, *args)
+
+    return call  # type: ignore[return-value]
+
 
 class Matrices(Base):
     """Matrix ops."""
 
+    @_without_autocast
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.matmul(x, y)
 
+    @_without_autocast
     def matmul_plus(self, x: Tensor, y: Tensor, row: Tensor) -> Tensor:
         return torch.addmm(row, x, y)
 
@@ -37,6 +53,7 @@ class Matrices(Base):
         turned = (torch.diagonal(r, dim1=-2, dim2=-1) < 0).to(q.dtype).unsqueeze(-2)
         return q * (1.0 - 2.0 * turned)
 
+    @_without_autocast
     def value_and_grad(
         self, function: Callable[..., tuple[Tensor, ...]], parameters: Sequence[Tensor]
     ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
@@ -46,6 +63,7 @@ class Matrices(Base):
             gradients = torch.autograd.grad(values[0], leaves)
         return tuple(value.detach() for value in values), list(gradients)
 
+    @_without_autocast
     def project(self, x: Tensor, basis: Tensor, row: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         blocks = self._blocks(x, basis.shape[0])
         return blocks.project(x, basis, row) if blocks else super().project(x, basis, row)
