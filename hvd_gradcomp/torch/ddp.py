@@ -46,7 +46,7 @@ from hvd_gradcomp.torch.claims import Claim
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step, sparse_allreduce
 from hvd_gradcomp.torch.comm.hosts import participants_among, setting_of
 from hvd_gradcomp.torch.ddp_elastic import Elastic, ElasticState
-from hvd_gradcomp.torch.ddp_reduction import models_of, reduced_parameters
+from hvd_gradcomp.torch.ddp_reduction import comm_hook_of, models_of, reduced_parameters
 from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
 from hvd_gradcomp.torch.moments.dynamo import interpreted
@@ -280,6 +280,8 @@ class CompressionState:
         try:
             participants = participants_among(self._group, hierarchical)  # all ranks meet in it
             _require_buckets(model)
+            if not isinstance(compression, _Given):  # that comes with a hook
+                _require_no_hook(model)
             options = ExchangeOptions(
                 backward_passes_per_step, batch_size, bucket_bytes, nonfinite, rollback, scaler
             ).for_hook()
@@ -428,6 +430,21 @@ class CompressionState:
             CheckpointError: it is of another format, compressor, model or number of ranks.
         """
         ddp_checkpoint.load(self._run, saved)
+
+
+def _require_no_hook(model: DistributedDataParallel) -> None:
+    """Check that a model has no communication hook yet: it can have one only.
+
+    Raises:
+        ValueError: it has one.
+    """
+    registered = comm_hook_of(model)
+    if registered is not None:
+        raise ValueError(
+            f"the model has a communication hook of DistributedDataParallel already, {registered}: "
+            "call ddp.compress once, without register_comm_hook, or wrap the module in "
+            "DistributedDataParallel anew"
+        )
 
 
 def _require_buckets(model: DistributedDataParallel) -> None:

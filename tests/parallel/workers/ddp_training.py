@@ -1102,6 +1102,8 @@ def two_exchanges():
         adam = torch.optim.AdamW(model.parameters(), 0.01)
         return ddp.MomentumExchange(adam, model.named_parameters(), None, warmup_steps=2)
 
+    model, _ = wrapped(None)
+    raises(ValueError, "has a communication hook", lambda: ddp.compress(model, TODAY[0]))
     both = "ddp.LocalSteps and ddp.compress would both exchange"
     model, _ = wrapped(None)
     raises(ValueError, both, lambda: local(model))
