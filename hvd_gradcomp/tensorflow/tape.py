@@ -112,6 +112,11 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
             "the compressor needs moments= here: a tape sees neither samples nor micro-batches. "
             f"hvd.microbatch_gradients computes them. Got {compressor}"
         )
+    if hasattr(gradtape, "_allreduce_grads"):  # Horovod's, and so ours
+        raise ValueError(
+            "the tape exchanges its gradients already: give DistributedGradientTape the "
+            "tf.GradientTape itself, once"
+        )
     tape = horovod.DistributedGradientTape(
         gradtape,
         device_dense=device_dense,

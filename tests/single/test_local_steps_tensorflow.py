@@ -559,6 +559,14 @@ def test_a_second_exchange_is_refused(kind, graph):
     local.step()
 
 
+def test_a_tape_in_a_tape_is_refused():
+    with tf.GradientTape() as tape:
+        pass
+    tape = hvd.DistributedGradientTape(tape)
+    with pytest.raises(ValueError, match="exchanges its gradients already"):
+        hvd.DistributedGradientTape(tape)
+
+
 @pytest.mark.parametrize("graph", [False, True])
 def test_gradients_of_a_tape_are_not_reduced_again(graph):
     """Eagerly the second step knows, in a graph the first trace."""
