@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import select
 import socket
 import subprocess
 import sys
@@ -9,7 +12,7 @@ import sysconfig
 
 import pytest
 import torch
-from click import ClickException
+from click import BadParameter, ClickException
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -377,6 +380,27 @@ def test_what_cannot_be_written_in_the_end_is_a_plain_error(tmp_path):
         (tmp_path / "x.png").mkdir()
         with options.drawing(tmp_path / "x.png", 1, 1):
             pass
+
+
+def test_a_named_pipe_gets_the_results_alone(tmp_path):
+    pipe = tmp_path / "results"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert output.in_folder(None, None, pipe) == pipe
+    events = select.poll()
+    events.register(reader)
+    assert not events.poll(0), "a writer has come and gone: the reader sees the end"
+    output.report(pipe, {"ranks": 2})
+    assert json.loads(os.read(reader, 4096)) == {"ranks": 2}
+    os.close(reader)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
+def test_a_named_pipe_that_cannot_be_written_is_refused_at_once(tmp_path):
+    pipe = tmp_path / "results"
+    os.mkfifo(pipe, 0o400)
+    with pytest.raises(BadParameter, match=r"results cannot be written \(Permission denied\)"):
+        output.in_folder(None, None, pipe)
 
 
 def test_a_short_name_has_usual_settings_for_the_size_of_the_gradients():
