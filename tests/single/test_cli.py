@@ -6,9 +6,9 @@ import json
 import os
 import select
 import socket
-import subprocess
 import sys
 import sysconfig
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -121,7 +121,9 @@ def test_the_list_of_commands_has_whole_sentences():
         (("bench", "-np", "1", "-H", "localhost:0"), "'localhost:0' is no host"),
         (("bench", "-np", "1", "-H", "localhost:1,"), "'' is no host"),
         (("bench", "-np", "1", "--horovodrun", "--gloo 'x"), "no closing quotation"),
-        (("doctor", "--hosts", "a b"), "'a b' is no host; write each as NAME"),
+        (("bench", "-np", "1", "-H", "me@localhost:1"), "'me@localhost:1' is no host"),
+        (("doctor", "--hosts", "@node1"), "'@node1' is no host; write each as [USER@]NAME"),
+        (("doctor", "--hosts", "a b"), "'a b' is no host; write each as [USER@]NAME"),
         (("doctor", "nosuch.py"), "'nosuch.py' does not exist"),
         (("bench", "--json", "/proc/nosuch.json"), "/proc/nosuch.json cannot be written"),
         (("compare", "a:b", "--png", "/proc/nosuch.png"), "/proc/nosuch.png cannot be written"),
@@ -357,11 +359,25 @@ def test_an_error_of_a_rank_is_shown_without_the_launchers(capsys):
     assert launched(capsys, text + KILLED)[1] == "".join(f"[1] {line}" for line in rank)
 
 
-def test_a_name_of_sshs_configuration_is_a_host(monkeypatch):
-    asked = subprocess.CompletedProcess([], 0, "user me\nhostname localhost\nport 22\n")
-    monkeypatch.setattr(hosts.subprocess, "run", lambda *words, **options: asked)
-    monkeypatch.setattr(hosts.shutil, "which", lambda name: name)
-    hosts.check_names(hosts.parse("nosuch.invalid:2"))
+@pytest.mark.parametrize(
+    ("configuration", "known"),
+    [
+        ("hostname localhost", True),
+        ("hostname inner.invalid", False),
+        ("hostname inner.invalid\nproxyjump bastion.invalid", True),
+        ("hostname inner.invalid\nproxycommand nc -x proxy.invalid %h %p", True),
+        ("hostname inner.invalid\nproxyjump none\nproxycommand none", False),
+    ],
+)
+def test_a_name_that_sshs_configuration_explains_is_a_host(
+    configuration, known, tmp_path, monkeypatch
+):
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"#!/bin/sh\ncat <<EOF\nuser me\n{configuration}\nport 22\nEOF\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with nullcontext() if known else pytest.raises(BadParameter, match="no address here"):
+        hosts.check_names(hosts.parse("inner.invalid:2"))
 
 
 def test_what_a_launcher_says_is_held_back_unless_it_fails(capsys):
