@@ -25,7 +25,7 @@ import click
 
 import hvd_gradcomp
 from hvd_gradcomp.cli import output
-from hvd_gradcomp.cli.hosts import parse
+from hvd_gradcomp.cli.hosts import configured, parse
 from hvd_gradcomp.cli.inspection import Facts, inspect, run
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.usercode import faults, sources
@@ -90,9 +90,9 @@ _FRAMEWORKS = (
 )
 @click.option(
     "--hosts",
-    metavar="HOST[:SLOTS],...",
+    metavar="[USER@]HOST[:SLOTS],...",
     default="",
-    help="Check these hosts too, as given to horovodrun -H: their names, and ssh.",
+    help="Check these hosts too, as given to horovodrun -H or to ssh: their names, and ssh.",
 )
 @click.option("--ssh-port", type=click.IntRange(1, 65535), default=22, show_default=True)
 @click.option("--no-self-test", is_flag=True, help="Start no ranks.")
@@ -428,20 +428,34 @@ def _hostname(*, several: bool, timeout: float) -> Iterator[Finding]:
 
 
 def _hosts(hosts: Sequence[str], port: int, timeout: float) -> Iterator[Finding]:
-    names = inspect("addresses", timeout, *hosts) if hosts else {}
-    for host in hosts:
-        found = names.get(host, [])
-        if not _reachable(found):
+    split = [host.rpartition("@") for host in hosts]
+    names = inspect("addresses", timeout, *(name for *_, name in split)) if hosts else {}
+    for host, (user, _, name) in zip(hosts, split):
+        found = names.get(name, [])
+        if not found and configured(host):
+            yield _remote(host, "", port, timeout)
+        elif not _reachable(found):
             place = f"resolves to {found[0]} here" if found else "does not resolve here"
-            yield Finding("fail", f"host {host}", place, _line(host, "ADDRESS"))
+            yield Finding("fail", f"host {host}", place, _line(name, "ADDRESS"))
         elif _is_here(found[0]):
             yield Finding("ok", f"host {host}", f"{found[0]}, this one")
         else:
             yield _remote(host, found[0], port, timeout)
+        if user:
+            fact = f"horovodrun takes hosts without a user: write {name} there"
+            remedy = f"# in ~/.ssh/config, which horovodrun's ssh reads:\nHost {name}\nUser {user}"
+            yield Finding("warn", f"user of {name}", fact, remedy)
 
 
 def _remote(host: str, address: str, port: int, timeout: float) -> Finding:
-    """Check over ssh that a host resolves its own name to a reachable address."""
+    """Check over ssh that a host resolves its own name to a reachable address.
+
+    Args:
+        host: for ssh.
+        address: of the host; empty if only ssh's configuration leads to it.
+        port: of its sshd.
+        timeout: seconds.
+    """
     options = ["BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR"]
     options += ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null"]  # nothing is remembered
     ask = 'n=$(hostname); echo "@ $n $(getent ahosts $n | sed "s/ .*//;q")"'
@@ -457,8 +471,10 @@ def _remote(host: str, address: str, port: int, timeout: float) -> Finding:
     name, own = answer.groups()
     if not _reachable([own] if own else []):
         fact = f"its own name {name} {'resolves to ' + own if own else 'does not resolve'} there"
-        return Finding("fail", f"host {host}", fact, _line(name, address, f"of {host}"))
-    return Finding("ok", f"host {host}", f"{address}, ssh gets there; there {name} is {own}")
+        remedy = _line(name, address or "ADDRESS", f"of {host}")
+        return Finding("fail", f"host {host}", fact, remedy)
+    known = address or "only ssh knows its address"
+    return Finding("ok", f"host {host}", f"{known}, ssh gets there; there {name} is {own}")
 
 
 def _code(paths: Sequence[str], answers: dict[_Framework, Facts]) -> Iterator[Finding]:

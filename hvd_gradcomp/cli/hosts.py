@@ -12,7 +12,12 @@ import click
 
 
 class Host(NamedTuple):
-    """Host, and the number of ranks that it may have; None if that was left out."""
+    """Host of a command line.
+
+    Attributes:
+        name: destination for ssh: preceded by `USER@` if that was written.
+        ranks: number of ranks that it may have; None if that was left out.
+    """
 
     name: str
     ranks: int | None
@@ -23,16 +28,19 @@ def parse(text: str, *, counted: bool = True) -> list[Host]:
 
     Args:
         text: hosts, with commas between them.
-        counted: whether each must have a number of ranks.
+        counted: whether the hosts are for horovodrun: each must have a number of ranks, and none
+            may have a user, as in `me@node1`. Otherwise empty items are skipped.
 
     Raises:
         click.BadParameter: a host is written in another way.
     """
+    user = "" if counted else r"(?:[\w.-]+@)?"
+    form = "NAME:RANKS, such as node1:2,node2:2" if counted else "[USER@]NAME, such as node1,node2"
     hosts = []
-    for item in text.split(","):
-        parts = re.fullmatch(r"([\w.-]+)(?::(\d+))?", item.strip(), re.ASCII)
+    items = text.split(",")
+    for item in items if counted else filter(str.strip, items):
+        parts = re.fullmatch(rf"({user}[\w.-]+)(?::(\d+))?", item.strip(), re.ASCII)
         if parts is None or (counted and not int(parts[2] or 0)):
-            form = "NAME:RANKS, such as node1:2,node2:2" if counted else "NAME, such as node1,node2"
             raise click.BadParameter(
                 f"{item!r} is no host; write each as {form}", param_hint="'--hosts'"
             )
@@ -41,19 +49,36 @@ def parse(text: str, *, counted: bool = True) -> list[Host]:
 
 
 def check_names(hosts: list[Host]) -> None:
-    """Require that each host's name has an address, or is one that ssh's configuration explains.
+    """Require that each host's name has an address, or that ssh's configuration leads to it.
 
     Raises:
         click.BadParameter: a name has no address.
     """
     for name in dict.fromkeys(host.name for host in hosts):
         error = _unresolved(name)
-        if error is not None and _unresolved(_alias(name)) is not None:
+        if error is not None and not configured(name):
             raise click.BadParameter(
                 f"host {name!r} has no address here ({error.strerror}); check its name, or enter "
                 f"it in /etc/hosts. `hvd-gradcomp doctor --hosts {name}` looks further",
                 param_hint="'--hosts'",
             )
+
+
+def configured(name: str) -> bool:
+    """Return True if ssh's configuration leads to a host: by an address, or by another host.
+
+    A name that goes through a ProxyJump or ProxyCommand need have an address only there. Connects
+    nowhere.
+    """
+    if shutil.which("ssh") is None:
+        return False
+    asked = subprocess.run(
+        ["ssh", "-G", "--", name], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if re.search(r"^proxy(?:jump|command) (?!none$)", asked.stdout, re.MULTILINE):
+        return True
+    hostname = re.search(r"^hostname (\S+)$", asked.stdout, re.MULTILINE)
+    return hostname is not None and _unresolved(hostname[1]) is None
 
 
 def _unresolved(name: str) -> OSError | None:
@@ -64,14 +89,3 @@ def _unresolved(name: str) -> OSError | None:
     except UnicodeError:  # a label that is too long for a name
         return OSError(0, "no valid name")
     return None
-
-
-def _alias(name: str) -> str:
-    """Return the host name that ssh's configuration has for a name; connects nowhere."""
-    if shutil.which("ssh") is None:
-        return name
-    asked = subprocess.run(
-        ["ssh", "-G", "--", name], stdin=subprocess.DEVNULL, capture_output=True, text=True
-    )
-    hostname = re.search(r"^hostname (\S+)$", asked.stdout, re.MULTILINE)
-    return hostname[1] if hostname else name

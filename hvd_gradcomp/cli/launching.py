@@ -1,8 +1,8 @@
 """Launching of a command's ranks by horovodrun, with rank 0's output.
 
 horovodrun prefixes each line of each rank with `[0]<stdout>:`. This module strips the prefix and
-holds back the lines of other ranks and of horovodrun itself: if the run fails, it shows those that
-rank 0 has not printed.
+holds back the lines of other ranks and of horovodrun itself: if the run fails, it shows those of
+other ranks that rank 0 has not printed, and horovodrun's reason if no rank shows an error.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "TORCHELASTIC_RUN_I
 _ENDED = "Terminated\n"  # the shell's line when horovodrun ends ranks because another failed
 # Prefixes of gloo, mpirun and torchrun.
 _PREFIX = re.compile(r"\[(?:\d+,|default)?(\d+)\](?:<std(?:out|err)>)?:")
+# Files in a traceback of horovodrun or torchrun.
+_LAUNCHER = re.compile(r"/horovod/runner/|/torch/distributed/(?:run\.py|launcher/|elastic/)")
 
 
 def with_ddp(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,26 +168,33 @@ def _lines(source: IO[bytes]) -> Iterator[str]:
 
 
 def _explain(said: list[tuple[str | None, str]]) -> None:
-    """Print the lines that rank 0 has not printed."""
+    """Print the lines of other ranks; without an error of a rank, also the launcher's reason."""
     first = {line for rank, line in said if rank == "0"}
-    others = [one for one in said if one[0] not in ("0", None) and one[1] not in first]
-    for rank, line in others:
-        click.echo(f"[{rank}] {line}", err=True, nl=False)
-    if not others and not any("Error" in line for line in first):
+    for rank, line in said:
+        if rank not in ("0", None) and line not in first:
+            click.echo(f"[{rank}] {line}", err=True, nl=False)
+    by_ranks = [line for rank, line in said if rank is not None]
+    if not any(re.search(r"Error:|Traceback", line) for line in by_ranks):
         text = "".join(line for rank, line in said if rank is None)
-        click.echo(_reason(text), err=True, nl=False)
+        click.echo(_reason(text, started=bool(by_ranks)), err=True, nl=False)
 
 
-def _reason(text: str) -> str:
-    """Return a launcher's own lines; of a traceback or a usage only what is wrong, in a line."""
-    usage = re.search(r"^\S+: error: (.+)$", text, re.MULTILINE)
+def _reason(text: str, *, started: bool) -> str:
+    """Return a launcher's own lines; of its traceback or usage only what is wrong, in a line.
+
+    Lines of ranks may be among them, where a launcher's options change or omit the prefix: a
+    traceback without files of a launcher is a rank's, and all lines are returned.
+    """
+    usage = re.search(r"^launch\.py: error: (.+)$", text, re.MULTILINE)
     error = usage and usage[1]
-    if "Traceback (most recent call last):" in text:
-        last = text.rpartition("Traceback (most recent call last):")[2]
+    _, *tracebacks = text.split("Traceback (most recent call last):")
+    if tracebacks and all(map(_LAUNCHER.search, tracebacks)):
+        last = tracebacks[-1]
         raised = re.search(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:: |$)", last, re.MULTILINE)
         if raised:
             error = " ".join(last[raised.end() :].split()) or raised[0]
     unreached = re.findall(r"^ssh not successful for host (\S+):\n(.+)$", text, re.MULTILINE)
     if unreached:
         error = "; ".join(f"ssh does not reach host {host}: {why}" for host, why in unreached)
-    return f"Error: the ranks cannot be started: {error}\n" if error else text
+    what = "the ranks have failed" if started else "the ranks cannot be started"
+    return f"Error: {what}: {error}\n" if error else text

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -60,10 +62,12 @@ def in_folder(ctx: click.Context, parameter: click.Parameter, path: Path | None)
     if not path.parent.is_dir():
         raise click.BadParameter(f"there is no folder {path.parent}: make it, or write elsewhere")
     try:
-        if path.exists():
+        if path.is_file():
             path.open("a").close()
-        else:
+        elif not path.exists():
             tempfile.TemporaryFile(dir=path.parent).close()
+        elif not os.access(path, os.W_OK):  # opening a pipe would wait for its reader, and end it
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise click.BadParameter(
             f"{path} cannot be written ({error.strerror}): write elsewhere"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import select
 import socket
-import subprocess
 import sys
 import sysconfig
+from contextlib import nullcontext
 
 import pytest
 import torch
-from click import ClickException
+from click import BadParameter, ClickException
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,7 +121,9 @@ def test_the_list_of_commands_has_whole_sentences():
         (("bench", "-np", "1", "-H", "localhost:0"), "'localhost:0' is no host"),
         (("bench", "-np", "1", "-H", "localhost:1,"), "'' is no host"),
         (("bench", "-np", "1", "--horovodrun", "--gloo 'x"), "no closing quotation"),
-        (("doctor", "--hosts", "a b"), "'a b' is no host; write each as NAME"),
+        (("bench", "-np", "1", "-H", "me@localhost:1"), "'me@localhost:1' is no host"),
+        (("doctor", "--hosts", "@node1"), "'@node1' is no host; write each as [USER@]NAME"),
+        (("doctor", "--hosts", "a b"), "'a b' is no host; write each as [USER@]NAME"),
         (("doctor", "nosuch.py"), "'nosuch.py' does not exist"),
         (("bench", "--json", "/proc/nosuch.json"), "/proc/nosuch.json cannot be written"),
         (("compare", "a:b", "--png", "/proc/nosuch.png"), "/proc/nosuch.png cannot be written"),
@@ -290,16 +295,21 @@ def test_a_rendezvous_that_cannot_be_is_a_sentence(host, words):
     assert words in text and "Give an address of this machine" in text and "Traceback" not in text
 
 
+HOROVODRUN = "  File '/site/horovod/runner/launch.py', line 3, in f\n    g()\n"
+KILLED = (
+    f"Process 0 exit with status code 137.\nTraceback (most recent call last):\n{HOROVODRUN}"
+    "RuntimeError: Horovod detected a failed process\nProcess name: 0\nExit code: 137\n\n"
+)
 LAUNCHERS = {
     "ssh": (
-        "Launching\nTraceback (most recent call last):\n  File 'x.py', line 3, in f\n    g()\n"
+        f"Launching\nTraceback (most recent call last):\n{HOROVODRUN}"
         "RuntimeError: could not connect to some hosts via ssh\n"
         "ssh not successful for host node1:\nssh: Could not resolve hostname node1\n",
         "ssh does not reach host node1: ssh: Could not resolve hostname node1",
     ),
     "interfaces": (
-        "Traceback (most recent call last):\n  File 'a.py', line 1, in f\nKeyError: 1\n\nDuring\n\n"
-        "Traceback (most recent call last):\n  File 'x.py', line 3, in f\n    g()\n    ^^^\n"
+        f"Traceback (most recent call last):\n{HOROVODRUN}KeyError: 1\n\nDuring\n\n"
+        f"Traceback (most recent call last):\n{HOROVODRUN}    ^^^\n"
         "horovod.Broken: No interface\nfor 127.0.0.1.\n",
         "No interface for 127.0.0.1.",
     ),
@@ -310,25 +320,64 @@ LAUNCHERS = {
 }
 
 
+def launched(capsys, errors: str, printed: str = "") -> tuple[str, str]:
+    """Show the output of a launcher that fails."""
+    program = f"sys.stdout.write({printed!r}); sys.stderr.write({errors!r}); sys.exit(3)"
+    assert launching.run([sys.executable, "-c", f"import sys; {program}"]) == 3
+    return tuple(capsys.readouterr())
+
+
 @pytest.mark.parametrize("case", LAUNCHERS)
 def test_of_a_launcher_that_fails_the_reason_is_left(case, capsys):
     text, reason = LAUNCHERS[case]
-    program = f"import sys; sys.stderr.write({text!r}); sys.exit(3)"
-    assert launching.run([sys.executable, "-c", program]) == 3
-    assert capsys.readouterr().err == f"Error: the ranks cannot be started: {reason}\n"
+    assert launched(capsys, text)[1] == f"Error: the ranks cannot be started: {reason}\n"
 
 
-def test_other_lines_of_a_launcher_are_shown(capsys):
-    program = "import sys; sys.stderr.write('not enough slots\\nfor 3\\n'); sys.exit(1)"
-    launching.run([sys.executable, "-c", program])
-    assert capsys.readouterr().err == "not enough slots\nfor 3\n"
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ranks_that_die_have_been_started(rank, capsys):
+    printed, shown = launched(capsys, KILLED, f"[{rank}]<stdout>:step 100\n")
+    assert "step 100\n" in (printed if rank == "0" else shown)
+    reason = "Horovod detected a failed process Process name: 0 Exit code: 137"
+    assert shown.endswith(f"Error: the ranks have failed: {reason}\n")
 
 
-def test_a_name_of_sshs_configuration_is_a_host(monkeypatch):
-    asked = subprocess.CompletedProcess([], 0, "user me\nhostname localhost\nport 22\n")
-    monkeypatch.setattr(hosts.subprocess, "run", lambda *words, **options: asked)
-    monkeypatch.setattr(hosts.shutil, "which", lambda name: name)
-    hosts.check_names(hosts.parse("nosuch.invalid:2"))
+OTHER_LINES = {
+    "slots": "not enough slots\nfor 3\n",
+    "compiler": "cc1plus: error: out of memory\nreal cause here\n",
+    "rank": f"Traceback (most recent call last):\n  File 'a.py', line 1\nKeyError: 1\n{KILLED}",
+}
+
+
+@pytest.mark.parametrize("case", OTHER_LINES)
+def test_other_lines_of_a_launcher_are_shown(case, capsys):
+    assert launched(capsys, OTHER_LINES[case])[1] == OTHER_LINES[case]
+
+
+def test_an_error_of_a_rank_is_shown_without_the_launchers(capsys):
+    rank = "Traceback (most recent call last):\nKeyError: 1\n".splitlines(keepends=True)
+    text = "".join(f"[1]<stderr>:{line}" for line in rank)
+    assert launched(capsys, text + KILLED)[1] == "".join(f"[1] {line}" for line in rank)
+
+
+@pytest.mark.parametrize(
+    ("configuration", "known"),
+    [
+        ("hostname localhost", True),
+        ("hostname inner.invalid", False),
+        ("hostname inner.invalid\nproxyjump bastion.invalid", True),
+        ("hostname inner.invalid\nproxycommand nc -x proxy.invalid %h %p", True),
+        ("hostname inner.invalid\nproxyjump none\nproxycommand none", False),
+    ],
+)
+def test_a_name_that_sshs_configuration_explains_is_a_host(
+    configuration, known, tmp_path, monkeypatch
+):
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"#!/bin/sh\ncat <<EOF\nuser me\n{configuration}\nport 22\nEOF\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with nullcontext() if known else pytest.raises(BadParameter, match="no address here"):
+        hosts.check_names(hosts.parse("inner.invalid:2"))
 
 
 def test_what_a_launcher_says_is_held_back_unless_it_fails(capsys):
@@ -337,7 +386,7 @@ def test_what_a_launcher_says_is_held_back_unless_it_fails(capsys):
     assert launching.run([sys.executable, "-c", program % 0]) == 0
     assert capsys.readouterr() == ("mine\nand over MPI\n", "")
     assert launching.run([sys.executable, "-c", program % 3]) == 3
-    assert capsys.readouterr() == ("mine\nand over MPI\n", "[1] same\n")
+    assert capsys.readouterr() == ("mine\nand over MPI\n", "[1] same\nlauncher's\n")
 
 
 def test_what_cannot_be_written_in_the_end_is_a_plain_error(tmp_path):
@@ -347,6 +396,27 @@ def test_what_cannot_be_written_in_the_end_is_a_plain_error(tmp_path):
         (tmp_path / "x.png").mkdir()
         with options.drawing(tmp_path / "x.png", 1, 1):
             pass
+
+
+def test_a_named_pipe_gets_the_results_alone(tmp_path):
+    pipe = tmp_path / "results"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    assert output.in_folder(None, None, pipe) == pipe
+    events = select.poll()
+    events.register(reader)
+    assert not events.poll(0), "a writer has come and gone: the reader sees the end"
+    output.report(pipe, {"ranks": 2})
+    assert json.loads(os.read(reader, 4096)) == {"ranks": 2}
+    os.close(reader)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everything")
+def test_a_named_pipe_that_cannot_be_written_is_refused_at_once(tmp_path):
+    pipe = tmp_path / "results"
+    os.mkfifo(pipe, 0o400)
+    with pytest.raises(BadParameter, match=r"results cannot be written \(Permission denied\)"):
+        output.in_folder(None, None, pipe)
 
 
 def test_a_short_name_has_usual_settings_for_the_size_of_the_gradients():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_gradcomp.cli import doctor, inspection, usercode
+from hvd_gradcomp.cli import doctor, hosts, inspection, usercode
 from hvd_gradcomp.ops import native
 from tests.conftest import STANDS_IN
 from tests.processes import alive
@@ -192,6 +192,33 @@ def test_a_host_without_sshd():
     found = doctor._remote("127.0.0.1", "127.0.0.1", port, 20)
     assert found.mark == "fail"
     assert f"ssh -v -p {port} 127.0.0.1" in found.remedy
+
+
+def test_a_host_that_only_ssh_knows_is_asked_as_its_user(tmp_path, monkeypatch):
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        '"-G -- me@inner.invalid") echo proxyjump bastion.invalid;;\n'
+        '"-G "*) echo hostname "$3";;\n'
+        '*" me@inner.invalid n="*) echo @ inner 192.0.2.1;;\n'
+        "esac\n"
+    )
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    names = [host.name for host in hosts.parse("me@inner.invalid:2,nosuch.invalid,", counted=False)]
+    reached, user, unknown = doctor._hosts(names, 22, 60)
+    assert reached.mark == "ok" and reached.what == "host me@inner.invalid"
+    assert reached.fact == "only ssh knows its address, ssh gets there; there inner is 192.0.2.1"
+    assert user.mark == "warn" and user.remedy.splitlines()[1:] == ["Host inner.invalid", "User me"]
+    assert (unknown.mark, unknown.fact) == ("fail", "does not resolve here")
+
+
+def test_a_user_of_a_host_is_not_part_of_its_name():
+    here, user = doctor._hosts(["me@127.0.0.1"], 22, 60)
+    assert here.fact == "resolves to 127.0.0.1 here"
+    assert here.remedy.splitlines()[-1] == "ADDRESS 127.0.0.1"
+    assert user.mark == "warn"
 
 
 def test_nothing_installed(bare):
