@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -114,8 +115,7 @@ class OkTopKCompressor(Clipping, Compressor):
 
     def message(self, layout: Layout, count: int) -> Message:
         """Return the body of so many elements."""
-        groups = ValueGroups.of_model(layout, self.count(layout), count)
-        return Message.of(layout, count, self.coding, groups)
+        return _message_of(self, layout, count)
 
     def payload_bytes(self, layout: Layout) -> int:
         """Return the bytes of a bucket's payload in an allgather."""
@@ -211,3 +211,9 @@ class OkTopKCompressor(Clipping, Compressor):
     ) -> tuple[OkTopKState, Tensor]:
         del ops
         return state._replace(r=state.r + residual), gradient
+
+
+@lru_cache(maxsize=1024)
+def _message_of(compressor: OkTopKCompressor, layout: Layout, count: int) -> Message:
+    groups = ValueGroups.of_model(layout, compressor.count(layout), count)
+    return Message.of(layout, count, compressor.coding, groups)

@@ -141,6 +141,16 @@ def test_fewest_bytes_decide_by_themselves(exchange, ways):
     assert {ranks: compressor.exchange_of(layout, ranks).kind for ranks in ways} == ways
 
 
+def test_messages_are_planned_once():
+    """Also for an equal layout and compressor: tables are looked up by the groups of a message."""
+    for values in VALUES:
+        first, again = (
+            OkTopKCompressor(values=values).message(layout_of([70_000, 300, 1]), 100)
+            for _ in range(2)
+        )
+        assert first is again
+
+
 @pytest.mark.parametrize("exchange", ["auto", "allgather"])
 def test_small_buckets_are_sent_as_they_are(exchange):
     layout, random = layout_of([10]), np.random.default_rng(2)
