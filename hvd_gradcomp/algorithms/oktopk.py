@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, prod
 from typing import NamedTuple
 
@@ -56,8 +57,9 @@ class OkTopKCompressor(Clipping, Compressor):
     Args:
         density: share of elements to send, in (0, 1]; smaller sends less.
         values: code of the sent values: "float32", "bfloat16", "int8", "int4", "int2" or "sign";
-            fewer bits send less. Neighbours in a layer, some 4,096 at most, share a scale or a
-            codebook, so each message has these of all layers.
+            neighbours in a layer, some 4,096 at most, share a scale or a codebook. Each message has
+            these of all layers. Where a finer code makes the message shorter, it takes that: with
+            many ranks or layers int8 or bfloat16, which have few of these or none.
         exchange: "allgather"; "two_shot", by owners; or "auto": the one that moves fewer bytes,
             from 3 ranks on by owners. "two_shot" never sends all elements.
         slack: room for elements of a region, over that for a mean one; at least 1. Larger sends
@@ -113,9 +115,8 @@ class OkTopKCompressor(Clipping, Compressor):
         return min(k, ceil(self.slack * k / ranks))
 
     def message(self, layout: Layout, count: int) -> Message:
-        """Return the body of so many elements."""
-        groups = ValueGroups.of_model(layout, self.count(layout), count)
-        return Message.of(layout, count, self.coding, groups)
+        """Return the body of so many elements, in the code of `values` or a finer, shorter one."""
+        return _message_of(self, layout, count)
 
     def payload_bytes(self, layout: Layout) -> int:
         """Return the bytes of a bucket's payload in an allgather."""
@@ -211,3 +212,13 @@ class OkTopKCompressor(Clipping, Compressor):
     ) -> tuple[OkTopKState, Tensor]:
         del ops
         return state._replace(r=state.r + residual), gradient
+
+
+@lru_cache(maxsize=1024)
+def _message_of(compressor: OkTopKCompressor, layout: Layout, count: int) -> Message:
+    groups = ValueGroups.of_model(layout, compressor.count(layout), count)
+    # A message is of one region, and has the side values of all layers: among many ranks, or with
+    # many layers, codebooks take more than their codes save.
+    finer = [*VALUES][: [*VALUES].index(compressor.values) + 1]
+    messages = [Message.of(layout, count, VALUES[name], groups) for name in finer]
+    return min(messages, key=lambda message: wire.packed_bytes(message.parts()))

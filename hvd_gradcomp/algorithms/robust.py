@@ -28,6 +28,8 @@ from hvd_gradcomp.core.wire import NOT_FINITE
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
 
 RULES = ("clip", "median", "trimmed")
+_LINEAR = (NoneCompressor, FP16Compressor)  # gathered here, where they are summed otherwise
+_NOT_GATHERED = "ranks exchange more than payloads"
 
 
 class RobustState(NamedTuple):
@@ -75,10 +77,17 @@ class Robust(Composite):
         return None
 
     def exchange_of(self, layout: Layout, ranks: int) -> Exchange | None:
-        """Return the allgather of the payload that the compressor makes for one rank alone."""
+        """Return the allgather of the payload that the compressor makes for one rank alone.
+
+        Raises:
+            ValueError: the compressor does more than gather.
+        """
         exchange = self.inner.exchange_of(layout, 1)
         if exchange is None:
             return None
+        kinds = [kind for kind, _ in exchange.collectives]
+        if kinds != ["allgather"] and not isinstance(self.inner, _LINEAR):
+            raise ValueError(self._refused(_NOT_GATHERED))
         ((_, payload),) = exchange.collectives
         return Exchange("allgather", (("allgather", payload),))
 
@@ -110,7 +119,7 @@ class Robust(Composite):
         """Check that the program of the compressor is one allgather."""
         request = next(self._alone(ops, Context(layout, 0, 1, 0)))
         if not isinstance(request, Allgather):
-            raise ValueError(self._refused("ranks exchange more than payloads"))
+            raise ValueError(self._refused(_NOT_GATHERED))
 
     def _alone(self, ops: Ops, context: Context) -> Program:
         """Return a program that nothing is sent with, to decode what others have sent."""
@@ -120,7 +129,7 @@ class Robust(Composite):
 
     def _program(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
         """Return the program of the compressor in a world of this rank alone."""
-        if isinstance(self.inner, (NoneCompressor, FP16Compressor)):
+        if isinstance(self.inner, _LINEAR):
             return _gathered(self.inner, ops, context, gradient)
         alone = context._replace(size=1, prescale=1.0, postscale=1.0, owns_gradient=False)
         return self.inner.aggregate(ops, alone, gradient, state)

@@ -337,7 +337,8 @@ class Levels(_Grouped):
         return ops.cast(level, "float32") * _of_values(ops, sides, group)
 
     def ceiling(self, ops: Ops, payload: Mapping[str, Tensor]) -> Tensor:
-        return super().ceiling(ops, payload) * float(self.levels)
+        # Codes run to `levels` below 0 and `levels + 1` above, which no encoder of ours sends.
+        return super().ceiling(ops, payload) * float(self.levels + 1)
 
 
 class Signs(_Grouped):

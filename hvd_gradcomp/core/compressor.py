@@ -210,7 +210,8 @@ class Compressor(ABC):
         exchanges = [self.exchange_of(layout, ranks) for layout in layouts]
         known = [exchange for exchange in exchanges if exchange is not None]
         elements = sum(layout.elements for layout in layouts)
-        dense = dense_exchange(elements).received(ranks)
+        # Added up in the same order, so that what is all dense is not less by rounding.
+        dense = sum(dense_exchange(layout.elements).received(ranks) for layout in layouts)
         received = sum(exchange.received(ranks) for exchange in known)
         if not self.compresses or ranks == 1 or len(known) < len(exchanges) or received < dense:
             return []

@@ -141,6 +141,36 @@ def test_fewest_bytes_decide_by_themselves(exchange, ways):
     assert {ranks: compressor.exchange_of(layout, ranks).kind for ranks in ways} == ways
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 8, 64])
+def test_a_coarser_code_never_sends_more(ranks):
+    """On layers of a GPT; messages of int4 were of twice the bytes on 8 ranks, of 8 times on 64."""
+    d = 64
+    block = [d, d, 3 * d * d, 3 * d, d * d, d, d, d, 4 * d * d, 4 * d, 4 * d * d, d]
+    layout, before = layout_of([100 * d, 96 * d, *(2 * block), d, d]), math.inf
+    for values in VALUES:
+        exchange = OkTopKCompressor(values=values).exchange_of(layout, ranks)
+        assert exchange.received(ranks) <= before
+        before = exchange.received(ranks)
+    assert OkTopKCompressor(values="int4").message(layout, 5).coding is VALUES["bfloat16"]
+    assert OkTopKCompressor(values="int4").message(layout, 5000).coding is VALUES["int4"]
+    if ranks < 64:
+        world = World(OkTopKCompressor(values="int4"), TorchOps(), layout, ranks)
+        results = world.step(gradients(world, np.random.default_rng(4)))
+        assert all(torch.equal(result, results[0]) for result in results)
+        kind = world.compressor.exchange_of(layout, ranks).kind
+        assert bytes_of(world) == world.compressor.exchange_of(layout, ranks).received(ranks), kind
+
+
+def test_messages_are_planned_once():
+    """Also for an equal layout and compressor: tables are looked up by the groups of a message."""
+    for values in VALUES:
+        first, again = (
+            OkTopKCompressor(values=values).message(layout_of([70_000, 300, 1]), 100)
+            for _ in range(2)
+        )
+        assert first is again
+
+
 @pytest.mark.parametrize("exchange", ["auto", "allgather"])
 def test_small_buckets_are_sent_as_they_are(exchange):
     layout, random = layout_of([10]), np.random.default_rng(2)

@@ -31,6 +31,7 @@ from hvd_gradcomp import (
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign
+from hvd_gradcomp.planning.description import describe
 from hvd_gradcomp.testing import World
 
 SHAPES = ((20, 10), (7,))
@@ -207,12 +208,18 @@ def test_methods_that_agree_on_what_is_sent_are_refused(compressor):
 
 @pytest.mark.parametrize(
     "compressor",
-    [RandomKCompressor(density=0.25), Int8Compressor(exchange="two_shot")],
+    [
+        RandomKCompressor(density=0.25),
+        Int8Compressor(exchange="two_shot"),
+        ChunkedTopKCompressor(exchange="two_shot"),
+    ],
     ids=repr,
 )
 def test_methods_with_more_than_payloads_are_refused_when_training_begins(compressor):
     with pytest.raises(ValueError, match="ranks exchange more than payloads"):
         world_of(robust(compressor), 4)
+    with pytest.raises(ValueError, match="ranks exchange more than payloads"):
+        describe(robust(compressor), [("w", (5000,), "float32")], 1, 4)
 
 
 def test_what_is_no_rule_and_what_is_left_of_few_ranks():

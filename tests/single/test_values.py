@@ -23,7 +23,7 @@ from hvd_gradcomp import (
     after,
     partition,
 )
-from hvd_gradcomp.codecs.values import MOST_IN_GROUP, VALUES, ValueGroups
+from hvd_gradcomp.codecs.values import MOST_IN_GROUP, VALUES, Stretch, ValueGroups
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
@@ -175,6 +175,18 @@ def test_groups_end_at_layers():
     cut = groups.between(4000, 10_300)
     ends = [(stretch.start, stretch.end) for stretch in cut.stretches]
     assert ends == [(0, 1000), (1000, 6000), (6240, 6300)]
+
+
+@pytest.mark.parametrize("values", ["int8", "int4", "int2", "sign"])
+def test_no_payload_is_decoded_above_its_ceiling(values):
+    """Whatever its codes are: int8 has one more level above zero than any encoder sends."""
+    ops, coding, groups = TorchOps(), VALUES[values], ValueGroups.of([Stretch(0, 64, 64)])
+    places = torch.arange(64)
+    payload = coding.encode(ops, torch.linspace(-1, 1, 64), places, groups)
+    for code in range(256):
+        payload["codes"].fill_(code)
+        ceiling = coding.ceiling(ops, {name: x[None] for name, x in payload.items()})
+        assert coding.decode(ops, payload, places, groups).abs().max() <= ceiling.item()
 
 
 @pytest.mark.parametrize("compressor", ROUNDED, ids=repr)

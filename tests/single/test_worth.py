@@ -155,6 +155,18 @@ def test_a_density_that_saves_nothing_among_so_many():
     assert said(QSGDCompressor(), layers, 64) == []
 
 
+@pytest.mark.parametrize("ranks", [3, 5, 7])
+def test_buckets_that_are_all_summed_are_warned_about_however_many(ranks):
+    """Bytes are floats: as a sum over buckets they were less than those of all elements at once."""
+    compressor = OkTopKCompressor(density=0.9)
+    for count in range(2, 9):
+        for first in range(10_007, 10_047):
+            sizes = [first * (3 * place + 1) for place in range(count)]
+            layouts = [Layout((str(size),), ((size,),)) for size in sizes]
+            (line,) = compressor.drawbacks(layouts, ranks)
+            assert "nothing is saved" in line and "by an allreduce" in line
+
+
 def test_the_table_knows_what_is_summed():
     layers = linear(300, 200, 10)
     few, many = (describe(SparseGDCompressor(density=0.1), layers, 1, n) for n in (2, 64))
