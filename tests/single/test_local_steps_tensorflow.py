@@ -577,6 +577,38 @@ def test_gradients_of_a_tape_are_not_reduced_again(graph):
             run()
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_optimizers_may_share_variables(graph):
+    """As an actor's and a critic's share a trunk, in one step and in phases of several."""
+    trunk, *heads = (keras.Variable([value]) for value in (1.0, 2.0, 3.0))
+    optimizers = [hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1)) for _ in heads]
+    for optimizer, head in zip(optimizers, heads):
+        optimizer.build([trunk, head])
+
+    def step(place):
+        trained = [trunk.value, heads[place].value]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(trained[0] * trained[1])
+        optimizers[place].apply(tape.gradient(loss, trained), [trunk, heads[place]])
+
+    def both():
+        step(0)
+        step(1)
+
+    run = tf.function(both) if graph else both
+    run()
+    run()
+    values = [1.0, 2.0, 3.0]
+    for place in (1, 2, 1, 2):
+        values[0], values[place] = (
+            values[0] - 0.1 * values[place],
+            values[place] - 0.1 * values[0],
+        )
+    np.testing.assert_allclose([trunk.numpy(), *heads], np.reshape(values, (3, 1)), rtol=1e-5)
+    for place in (0, 0, 1, 1):
+        step(place)
+
+
 def test_a_later_one_over_the_same_variables_counts():
     variables, local = trained(3, 4)
     later = hvd.LocalSteps(variables[1:], 5)
