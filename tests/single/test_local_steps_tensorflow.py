@@ -784,6 +784,22 @@ def test_fit_ends_with_averages_of_global_weights(at_epoch_end):
     assert callback.local.rounds == 2 * (4 if at_epoch_end else 3)
 
 
+def test_fit_refuses_an_optimizer_that_the_callback_does_not_know():
+    """Its moving averages would stay each rank's."""
+    model = compiled()
+    callback = hvd_keras.callbacks.LocalSteps(4)
+    fit(model, [callback])
+    model.compile(averaging(), "mse")
+    for go_on in (lambda: fit(model, [callback]), lambda: callback.build(model)):
+        with pytest.raises(ValueError, match="compiled anew.*Pass a new callbacks.LocalSteps"):
+            go_on()
+    later = hvd_keras.callbacks.LocalSteps(4)
+    fit(model, [later])
+    assert later.local._loop.fragments[0].averages.variables
+    with pytest.raises(ValueError, match="or is another one"):
+        fit(compiled(), [later])
+
+
 def test_fit_that_an_error_ends_leaves_nothing_behind():
     class Failing(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
