@@ -619,6 +619,23 @@ def test_a_later_one_over_the_same_variables_counts():
     hvd.LocalSteps(variables, 6).step()
 
 
+def test_a_later_one_counts_for_as_long_as_it_exists():
+    variables, local = trained(3, 4)
+    cycle = [hvd.LocalSteps(variables[1:], 5)]
+    cycle.append(cycle)
+    del cycle
+    local.step()
+    later = hvd.LocalSteps(variables, 5)
+    local.restart()
+    local.step()
+    with pytest.raises(RuntimeError, match=r"every=4.* restarted after this one.*every=5"):
+        later.step()
+    later.restart()
+    later.step()
+    with pytest.raises(RuntimeError, match=r"every=5.* restarted after this one.*restart\(\) of"):
+        local.step()
+
+
 def test_replicas_in_the_process_are_refused():
     strategy = tf.distribute.MirroredStrategy(["CPU:0"])
     assert strategy.num_replicas_in_sync == 1
@@ -798,6 +815,17 @@ def test_fit_refuses_an_optimizer_that_the_callback_does_not_know():
     assert later.local._loop.fragments[0].averages.variables
     with pytest.raises(ValueError, match="or is another one"):
         fit(compiled(), [later])
+
+
+def test_fits_may_have_callbacks_in_turn():
+    model = compiled()
+    callbacks = [hvd_keras.callbacks.LocalSteps(every) for every in (2, 3)]
+    for place in (0, 1, 0):
+        fit(model, [callbacks[place]])
+        np.testing.assert_array_equal(
+            flat(model.trainable_variables), globals_of(callbacks[place].local)
+        )
+    assert [callback.local.steps_made for callback in callbacks] == [12, 6]
 
 
 def test_fit_that_an_error_ends_leaves_nothing_behind():

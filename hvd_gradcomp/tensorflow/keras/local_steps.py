@@ -153,6 +153,7 @@ class LocalSteps(keras.callbacks.Callback):
             return
         begins = self._begins_alike()
         local = self.build(self.model)
+        local.claim()
         if begins:
             variables = *self.model.variables, *optimizer_of(self.model).variables
             plain = map(plain_variable, variables)
