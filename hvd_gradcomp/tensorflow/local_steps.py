@@ -7,6 +7,7 @@ of Keras or another; what it has changed goes through a `GraphReducer` as a grad
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from keras.optimizers import Optimizer
 
 _titles: dict[int, UniqueNames] = {}  # by process set, whose ranks alone draw names
-_newest: WeakValueDictionary[int, LocalSteps] = WeakValueDictionary()  # by `id` of a variable
+_exchanging: WeakValueDictionary[int, LocalSteps] = WeakValueDictionary()  # by `id` of a variable
 
 
 class LocalSteps(tf.Module):
@@ -230,11 +231,7 @@ class LocalSteps(tf.Module):
         self._knows_averages = optimizer is not None
         self._unknown_averages: UnknownAverages | None = None
         self._rivals = RivalExchanges(variables)
-        self._successor: LocalSchedule | None = None  # of a later LocalSteps over these variables
-        for v in map(plain_variable, variables):
-            if (earlier := _newest.get(id(v))) is not None:
-                earlier._successor = self.schedule
-            _newest[id(v)] = self
+        self.claim()
 
     # -- one step ------------------------------------------------------------------------------
 
@@ -281,7 +278,7 @@ class LocalSteps(tf.Module):
             NonFiniteGradientError: on all ranks, if the variables of one of them are not finite;
                 with nonfinite="skip" all ranks go back to the global variables instead.
             RuntimeError: in a graph that is traced; the gradients were exchanged in this step, or
-                another LocalSteps was made for the variables; on all ranks, if `hierarchical` and
+                another LocalSteps was made or restarted for the variables; on all ranks, if `hierarchical` and
                 one of them has not called `reduce_gradients` since the last exchange.
         """
         _require_eager("step")
@@ -331,8 +328,10 @@ class LocalSteps(tf.Module):
         """Take this rank's variables as the global ones, after they were set in mid-training.
 
         All ranks call it, with equal variables: the next step compares them. What is on its way is
-        dropped. Not needed after a checkpoint was loaded that has this object in it.
+        dropped. Not needed after a checkpoint was loaded that has this object in it. Another
+        LocalSteps that was made for these variables may no longer exchange them.
         """
+        self.claim()
         if self._round_clock is not None:
             self._round_clock.restart()
         self._rivals.forget()
@@ -366,6 +365,16 @@ class LocalSteps(tf.Module):
             )
         self._loop.begin_anew()
 
+    def claim(self) -> None:
+        """Let no other LocalSteps exchange these variables until that one claims them."""
+        _exchanging.update((id(plain_variable(v)), self) for v in self.trained)
+
+    def _find_other(self) -> LocalSteps | None:
+        """Return another LocalSteps that has claimed variables of this one, and still exists."""
+        keys = [id(plain_variable(v)) for v in self.trained]
+        owners = (_exchanging.setdefault(key, self) for key in keys)
+        return next((owner for owner in owners if owner is not self), None)
+
     def _require_known_averages(self) -> None:
         """Require, in the second step, that no optimizer averages this rank's variables alone."""
         if self._knows_averages:
@@ -382,10 +391,13 @@ class LocalSteps(tf.Module):
         Raises:
             RuntimeError: something does.
         """
-        if self._successor is not None:
+        if self._find_other() is not None:
+            gc.collect()  # it may be dropped, and in a cycle of references
+        if (other := self._find_other()) is not None:
             raise RuntimeError(
-                f"another LocalSteps was made for these variables, {self._successor}, after this "
-                f"one, {self.schedule}, and both would exchange them: use the later one alone"
+                f"another LocalSteps for these variables, {other.schedule}, was made or restarted "
+                f"after this one, {self.schedule}, and both would exchange them: use the later one "
+                "alone, or call restart() of this one on all ranks to go on with it"
             )
         if rival := self._rivals.find():
             raise RuntimeError(

@@ -89,6 +89,11 @@ def reducers_over(variables: Sequence[Any]) -> list[tuple[GraphReducer, list[int
     ]
 
 
+def tape_reducers() -> list[GraphReducer]:
+    """Return the reducers of all tapes, over any variables."""
+    return [reducer for reducer in _known.values() if reducer is not None]
+
+
 def drop_reducers(reducers: Iterable[GraphReducer]) -> None:
     """Drop reducers as if nobody had asked for them."""
     dropped = set(reducers)

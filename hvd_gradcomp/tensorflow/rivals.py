@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_gradcomp.tensorflow.reducer import GraphReducer, living
+from hvd_gradcomp.tensorflow.reducers import tape_reducers
 from hvd_gradcomp.tensorflow.variables import plain_variable
 
 
@@ -24,12 +25,14 @@ class RivalExchanges:
 
     Args:
         variables: of TensorFlow or Keras.
-        own: the reducer that asks, if it is of gradients too.
+        of_tapes: count the exchanges of tapes alone. An optimizer asks so: what a tape has reduced
+            may be the gradients it gets, while another optimizer over the same variables has
+            gradients of its own loss.
     """
 
-    def __init__(self, variables: Sequence[Any], own: GraphReducer | None = None) -> None:
+    def __init__(self, variables: Sequence[Any], of_tapes: bool = False) -> None:
         self._ids = frozenset(id(plain_variable(v)) for v in variables)
-        self._own = own
+        self._of_tapes = of_tapes
         self._counts: weakref.WeakKeyDictionary[GraphReducer, int] = weakref.WeakKeyDictionary()
         self.forget()
 
@@ -51,8 +54,8 @@ class RivalExchanges:
         return seen
 
     def _all(self) -> Iterator[GraphReducer]:
-        for reducer in list(living):
-            if reducer is not self._own and not self._ids.isdisjoint(reducer.sources()):
+        for reducer in tape_reducers() if self._of_tapes else list(living):
+            if not self._ids.isdisjoint(reducer.sources()):
                 yield reducer
 
 

@@ -585,6 +585,38 @@ def test_gradients_of_a_tape_are_not_reduced_again(graph):
             run()
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_optimizers_may_share_variables(graph):
+    """As an actor's and a critic's share a trunk, in one step and in phases of several."""
+    trunk, *heads = (keras.Variable([value]) for value in (1.0, 2.0, 3.0))
+    optimizers = [hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1)) for _ in heads]
+    for optimizer, head in zip(optimizers, heads):
+        optimizer.build([trunk, head])
+
+    def step(place):
+        trained = [trunk.value, heads[place].value]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(trained[0] * trained[1])
+        optimizers[place].apply(tape.gradient(loss, trained), [trunk, heads[place]])
+
+    def both():
+        step(0)
+        step(1)
+
+    run = tf.function(both) if graph else both
+    run()
+    run()
+    values = [1.0, 2.0, 3.0]
+    for place in (1, 2, 1, 2):
+        values[0], values[place] = (
+            values[0] - 0.1 * values[place],
+            values[place] - 0.1 * values[0],
+        )
+    np.testing.assert_allclose([trunk.numpy(), *heads], np.reshape(values, (3, 1)), rtol=1e-5)
+    for place in (0, 0, 1, 1):
+        step(place)
+
+
 def test_a_later_one_over_the_same_variables_counts():
     variables, local = trained(3, 4)
     later = hvd.LocalSteps(variables[1:], 5)
@@ -593,6 +625,23 @@ def test_a_later_one_over_the_same_variables_counts():
     later.step()
     del later
     hvd.LocalSteps(variables, 6).step()
+
+
+def test_a_later_one_counts_for_as_long_as_it_exists():
+    variables, local = trained(3, 4)
+    cycle = [hvd.LocalSteps(variables[1:], 5)]
+    cycle.append(cycle)
+    del cycle
+    local.step()
+    later = hvd.LocalSteps(variables, 5)
+    local.restart()
+    local.step()
+    with pytest.raises(RuntimeError, match=r"every=4.* restarted after this one.*every=5"):
+        later.step()
+    later.restart()
+    later.step()
+    with pytest.raises(RuntimeError, match=r"every=5.* restarted after this one.*restart\(\) of"):
+        local.step()
 
 
 def test_replicas_in_the_process_are_refused():
@@ -758,6 +807,33 @@ def test_fit_ends_with_averages_of_global_weights(at_epoch_end):
     assert (ends[0] != ends[1]).any()
     assert "finalize_variable_values" not in vars(model.optimizer)
     assert callback.local.rounds == 2 * (4 if at_epoch_end else 3)
+
+
+def test_fit_refuses_an_optimizer_that_the_callback_does_not_know():
+    """Its moving averages would stay each rank's."""
+    model = compiled()
+    callback = hvd_keras.callbacks.LocalSteps(4)
+    fit(model, [callback])
+    model.compile(averaging(), "mse")
+    for go_on in (lambda: fit(model, [callback]), lambda: callback.build(model)):
+        with pytest.raises(ValueError, match="compiled anew.*Pass a new callbacks.LocalSteps"):
+            go_on()
+    later = hvd_keras.callbacks.LocalSteps(4)
+    fit(model, [later])
+    assert later.local._loop.fragments[0].averages.variables
+    with pytest.raises(ValueError, match="or is another one"):
+        fit(compiled(), [later])
+
+
+def test_fits_may_have_callbacks_in_turn():
+    model = compiled()
+    callbacks = [hvd_keras.callbacks.LocalSteps(every) for every in (2, 3)]
+    for place in (0, 1, 0):
+        fit(model, [callbacks[place]])
+        np.testing.assert_array_equal(
+            flat(model.trainable_variables), globals_of(callbacks[place].local)
+        )
+    assert [callback.local.steps_made for callback in callbacks] == [12, 6]
 
 
 def test_fit_that_an_error_ends_leaves_nothing_behind():

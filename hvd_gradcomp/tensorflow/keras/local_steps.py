@@ -41,6 +41,9 @@ class LocalSteps(keras.callbacks.Callback):
     of the global weights, as in `hvd.LocalSteps`; an exchange comes before `fit` sets the weights
     to them in its end.
 
+    It belongs to the optimizer that the model has in the first `fit`, or in `build`. After another
+    `compile` pass a new one.
+
     With `steps_per_execution` of `compile` the exchanges come at the end of an execution, which
     counts as that many steps.
 
@@ -71,8 +74,9 @@ class LocalSteps(keras.callbacks.Callback):
 
     Raises:
         ValueError: a setting is out of range; in `fit`, on all ranks, the model of one of them is
-            not built or has a distributed optimizer, there are several of these callbacks, or
-            `steps_per_execution` does not fit; and as in `hvd.LocalSteps`.
+            not built, has a distributed optimizer or another one than in the first `fit`, there are
+            several of these callbacks, or `steps_per_execution` does not fit; and as in
+            `hvd.LocalSteps`.
         TypeError, RuntimeError, MismatchError, OutOfStepError, DivergedError,
             NonFiniteGradientError: in `fit`, as in `hvd.LocalSteps`.
     """
@@ -99,6 +103,7 @@ class LocalSteps(keras.callbacks.Callback):
         check_deadline(deadline, self.schedule)
         self.at_epoch_end, self.process_set = at_epoch_end, process_set
         self.local: local_steps.LocalSteps | None = None
+        self._optimizer: keras.optimizers.Optimizer | None = None  # that `local` was made for
         self._average_buffers = average_buffers
         self._options = {
             "outer": outer,
@@ -123,16 +128,21 @@ class LocalSteps(keras.callbacks.Callback):
         """Return the local steps of a model that is built and compiled, created the first time.
 
         Raises:
-            ValueError, TypeError: as in `hvd.LocalSteps`.
+            ValueError: the model has another optimizer than the first time; and as in
+                `hvd.LocalSteps`.
+            TypeError: as in `hvd.LocalSteps`.
         """
+        if refusal := self._refuse_other_optimizer(model):
+            raise ValueError(f"callbacks.LocalSteps cannot train: {refusal}")
         if self.local is None:
             buffers = model.non_trainable_variables if self._average_buffers else None
+            self._optimizer = optimizer_of(model)
             self.local = local_steps.LocalSteps(
                 model.trainable_variables,
                 **vars(self.schedule),
                 **self._options,
                 buffers=buffers,
-                optimizer=optimizer_of(model),
+                optimizer=self._optimizer,
                 process_set=self.process_set,
             )
         return self.local
@@ -143,6 +153,7 @@ class LocalSteps(keras.callbacks.Callback):
             return
         begins = self._begins_alike()
         local = self.build(self.model)
+        local.claim()
         if begins:
             variables = *self.model.variables, *optimizer_of(self.model).variables
             plain = map(plain_variable, variables)
@@ -237,6 +248,8 @@ class LocalSteps(keras.callbacks.Callback):
                 "the model is not built, and has no weights yet. Give it a keras.Input, or call "
                 "model.build(input_shape) before fit"
             )
+        if refusal := self._refuse_other_optimizer(self.model):
+            return refusal
         parts = schedule.every / schedule.fragments, schedule.delay, schedule.warmup_steps
         if any(part % together for part in parts):
             return (
@@ -244,6 +257,15 @@ class LocalSteps(keras.callbacks.Callback):
                 f"steps_per_execution={together}, and are {', '.join(f'{x:g}' for x in parts)}"
             )
         return ""
+
+    def _refuse_other_optimizer(self, model: keras.Model) -> str:
+        """Return why it cannot go on with a model whose optimizer it does not know, or ""."""
+        if self.local is None or model.optimizer is self._optimizer:
+            return ""
+        return (
+            "the callback has the weights, the moving averages and the state of another optimizer: "
+            "the model was compiled anew since, or is another one. Pass a new callbacks.LocalSteps"
+        )
 
     def _average_gradients(self, local: local_steps.LocalSteps) -> None:
         """Let the optimizer apply what `local` makes of gradients; `fit` traces it anew."""

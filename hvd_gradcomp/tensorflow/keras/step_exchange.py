@@ -73,7 +73,7 @@ class StepExchange:
             trained=self.exchanged_variables,
             host=host,
         )
-        self._rivals = RivalExchanges(self.exchanged_variables, self.reducer)
+        self._rivals = RivalExchanges(self.exchanged_variables, of_tapes=True)
         self.sums: GradientAccumulation | None = None
         if passes > 1:
             number = make_variable("gradcomp_pass", tf.constant(0, tf.int64))
@@ -162,7 +162,7 @@ class StepExchange:
         """Exchange the gradients that do not stay on this rank, among those of all variables.
 
         Raises:
-            ValueError: something else has exchanged them in this step.
+            ValueError: a tape has exchanged them in this step.
         """
         if rival := self._rivals.find():
             raise ValueError(
