@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, ClassVar
@@ -98,9 +98,9 @@ class ChunkedTopKCompressor(Clipping, Compressor):
     result comes from k a chunk, not from k of each rank.
 
     What travels: with the defaults 8 bits for a place and 2 for a value, 203 times fewer bytes than
-    float32. If a rank would receive more bytes than with dense gradients (from some
-    400 ranks on), 4 bytes for each element of the bucket, by allreduce; not with
-    mean="contributors". State: `r`, 4 bytes for each element.
+    float32 in large layers; and a codebook of 16 bytes for each layer. If a rank would receive more
+    bytes than with dense gradients (from some 400 ranks on), 4 bytes for each element of the
+    bucket, by allreduce; not with mean="contributors". State: `r`, 4 bytes for each element.
 
     Args:
         chunk: elements of a chunk, at least 32; a power of two.
@@ -412,6 +412,7 @@ def _body_of(compressor: ChunkedTopKCompressor, layout: Layout) -> Body:
         chunks = -(-(start + size) // chunk) - start // chunk
         layers.append(Stretch(start, start + size, min(size, chunks * k)))
     groups = ValueGroups.of(layers, [size * k / chunk for size in layout.sizes])
+    groups = replace(groups, ascending=True)
     return Body(chunk, compressor.places(layout.size), compressor.coding, (groups,))
 
 

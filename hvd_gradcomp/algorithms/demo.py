@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -259,7 +259,7 @@ def _groups_of(compressor: DeMoCompressor, layout: Layout) -> ValueGroups:
     for places in map(compressor.places, compressor.tiles(layout)):
         start, end = end, end + places.rows * places.count
         layers.append(Stretch(start, end, end - start))
-    return ValueGroups.of(layers)
+    return replace(ValueGroups.of(layers), ascending=True)
 
 
 def _divisor(n: int, most: int) -> int:

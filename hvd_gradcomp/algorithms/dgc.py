@@ -42,8 +42,9 @@ class DGCCompressor(MomentumCorrected):
         warmup: densities of the warm-up, in (0, 1].
         index_coding: "delta", packed; "elias_fano", fewer bits; or "int32", plain.
         values: code of the sent values: "float32", "bfloat16", "int8", "int4", "int2" or "sign";
-            fewer bits send less. What rounding takes stays in `r`. Neighbours in a layer, some
-            4,096 at most, share a scale or a codebook.
+            fewer bits send less of a layer that sends many. What rounding takes stays in `r`.
+            Neighbours in a layer, some 4,096 at most, share a scale or a codebook, which is sent
+            too: of a layer that sends few, it may take more than the bits save.
 
     Differs from the paper: the selection is exact, not by a sampled threshold; zeros are not sent;
     no warm-up by default; `clip_norm` bounds the norm of each layer, while the paper's local

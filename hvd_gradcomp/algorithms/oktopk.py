@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil, prod
 from typing import NamedTuple
@@ -217,6 +217,7 @@ class OkTopKCompressor(Clipping, Compressor):
 @lru_cache(maxsize=1024)
 def _message_of(compressor: OkTopKCompressor, layout: Layout, count: int) -> Message:
     groups = ValueGroups.of_model(layout, compressor.count(layout), count)
+    groups = replace(groups, ascending=True)
     # A message is of one region, and has the side values of all layers: among many ranks, or with
     # many layers, codebooks take more than their codes save.
     finer = [*VALUES][: [*VALUES].index(compressor.values) + 1]

@@ -50,8 +50,9 @@ class SparseGDCompressor(ResidualTopK):
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
         values: code of the sent values: "float32", "bfloat16", "int8", "int4", "int2" or "sign";
-            fewer bits send less. What rounding takes stays in `r`. Neighbours in a layer, some
-            4,096 at most, share a scale or a codebook.
+            fewer bits send less of a layer that sends many. What rounding takes stays in `r`.
+            Neighbours in a layer, some 4,096 at most, share a scale or a codebook, which is sent
+            too: of a layer that sends few, it may take more than the bits save.
 
     Differs from the paper: the selection is exact, not by a sampled threshold; zeros are not sent.
 

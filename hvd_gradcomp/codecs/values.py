@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -42,9 +42,12 @@ class ValueGroups:
     Args:
         stretches: the places of each group, in ascending order. What lies outside is in no group;
             nothing is sent of it, but for unused slots.
+        ascending: whether messages have their places in ascending order, so that the few borders
+            are searched for among them, and not each place among the borders.
     """
 
     stretches: tuple[Stretch, ...]
+    ascending: bool = False
 
     @classmethod
     def of(cls, layers: Sequence[Stretch], expected: Sequence[float] | None = None) -> ValueGroups:
@@ -89,8 +92,11 @@ Stretch(start=10240, end=10250, limit=1))
     def between(self, begin: int, end: int) -> ValueGroups:
         """Return the groups within [begin, end), with places counted from begin."""
         cut = [(max(s.start, begin), min(s.end, end), s.limit) for s in self.stretches]
-        return ValueGroups(
-            tuple(Stretch(a - begin, b - begin, min(b - a, limit)) for a, b, limit in cut if a < b)
+        return replace(
+            self,
+            stretches=tuple(
+                Stretch(a - begin, b - begin, min(b - a, limit)) for a, b, limit in cut if a < b
+            ),
         )
 
     @property
@@ -126,7 +132,13 @@ Stretch(start=10240, end=10250, limit=1))
 
     def of_places(self, ops: Ops, places: Tensor) -> Tensor:
         """Return the group of each place, `count` for none; int64 [count]."""
-        border = ops.count_below(ops.table(self, "borders"), places + 1)
+        borders = ops.table(self, "borders")
+        if self.ascending:
+            count, first = ops.length(places), ops.count_below(places, borders)
+            passed = ops.segment_sum(ops.full(first.shape, 1), first, count + 1)
+            border = ops.cumsum(passed[:count])
+        else:
+            border = ops.count_below(borders, places + 1)
         return ops.gather(ops.table(self, "group_behind"), border)
 
     @cached_property
@@ -377,7 +389,7 @@ def _padded_to(ops: Ops, x: Tensor, unit: int) -> Tensor:
     return ops.concat((x, ops.zeros((missing,))))
 
 
-# By the name that compressors take as `values=`.
+# By the name that compressors take as `values=`, the finest first.
 VALUES: dict[str, ValueCoding] = {
     "float32": Float(32),
     "bfloat16": Float(16),

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from hvd_gradcomp import (
     ChunkedTopKCompressor,
+    DeMoCompressor,
     DGCCompressor,
     EGCCompressor,
     GradientDroppingCompressor,
     NonFiniteGradientError,
+    OkTopKCompressor,
     PayloadError,
     ScaleComCompressor,
     SparseGDCompressor,
@@ -187,6 +189,45 @@ def test_no_payload_is_decoded_above_its_ceiling(values):
         payload["codes"].fill_(code)
         ceiling = coding.ceiling(ops, {name: x[None] for name, x in payload.items()})
         assert coding.decode(ops, payload, places, groups).abs().max() <= ceiling.item()
+
+
+@given(seed=SEEDS, layers=st.lists(st.integers(1, 30_000), min_size=1, max_size=5))
+def test_the_groups_of_places_by_definition(seed, layers):
+    """One search for each border, not for each place: there are up to millions of places."""
+
+    class Searching(TorchOps):
+        def count_below(self, ascending, x):
+            searched.append(x.numel())
+            return super().count_below(ascending, x)
+
+    names = tuple(map(str, range(len(layers))))
+    layout, searched = Layout(names, tuple((n,) for n in layers)), []
+    groups = replace(ValueGroups.of_model(layout, layout.elements), ascending=True)
+    random = np.random.default_rng(seed)
+    for count in (0, 1, 300):
+        places = np.sort(random.integers(0, layout.size, count))
+        expected = np.full(count, groups.count)
+        for number, (start, end, _) in enumerate(groups.stretches):
+            expected[(places >= start) & (places < end)] = number
+        found = groups.of_places(Searching(), torch.from_numpy(places))
+        assert found.tolist() == expected.tolist()
+        assert searched.pop() == len(groups.borders) and not searched
+        places = torch.from_numpy(random.permutation(places))
+        expected = groups.of_places(TorchOps(), places.sort().values)[places.argsort().argsort()]
+        assert torch.equal(replace(groups, ascending=False).of_places(TorchOps(), places), expected)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        ChunkedTopKCompressor().body(Layout(("a",), ((9000,),))).groups[0],
+        ChunkedTopKCompressor().shard_body(Layout(("a",), ((9000,),)), 3).groups[2],
+        DeMoCompressor().groups(Layout(("a",), ((9000,),))),
+        OkTopKCompressor(values="int4").message(Layout(("a",), ((9000,),)), 90).groups,
+    ],
+)
+def test_who_sends_ascending_places_does_not_search_for_each(groups):
+    assert groups.ascending
 
 
 @pytest.mark.parametrize("compressor", ROUNDED, ids=repr)
