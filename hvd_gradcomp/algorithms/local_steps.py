@@ -77,7 +77,7 @@ def warn_without_warmup(momentum: float, compressor: Compressor, warmup_steps: i
     if applied and not warmup_steps:
         LOGGER.warning(
             "an outer momentum of %g with warmup_steps=0: a model that was not trained before can "
-            "end far behind dense gradients. Give warmup_steps=100 or more, as diloco() does, or "
+            "end far behind dense gradients. Give warmup_steps=200 or more, as diloco() does, or "
             "average parameters: leave outer= and the compressor's momentum= out",
             applied,
         )
@@ -197,7 +197,7 @@ def cut(sizes: Sequence[int], fragments: int) -> list[range]:
     return [range(a, b) for a, b in zip(starts, [*starts[1:], len(sizes)])]
 
 
-def diloco(every: int = 30, warmup_steps: int = 100) -> dict[str, Any]:
+def diloco(every: int = 30, warmup_steps: int = 200) -> dict[str, Any]:
     """Return the arguments of `LocalSteps` for DiLoCo: dense, outer Nesterov of 0.7 and 0.9.
 
     Douillard et al. 2023 exchange every 500 steps of a large training; shorter ones need shorter
@@ -207,12 +207,13 @@ def diloco(every: int = 30, warmup_steps: int = 100) -> dict[str, Any]:
 
     Args:
         every: steps between two exchanges.
-        warmup_steps: dense first steps; 0 for a model that was trained before.
+        warmup_steps: dense first steps, a sixth to a third of a short training; 0 for a model that
+            was trained before.
 
     >>> sorted(diloco(every=100))
     ['compression', 'every', 'outer', 'warmup_steps']
     >>> diloco()["outer"], diloco()["warmup_steps"]
-    (OuterSGD(lr=0.7, momentum=0.9, nesterov=True), 100)
+    (OuterSGD(lr=0.7, momentum=0.9, nesterov=True), 200)
     """
     return {"every": every, "outer": DILOCO, "compression": None, "warmup_steps": warmup_steps}
 

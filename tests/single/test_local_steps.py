@@ -190,11 +190,11 @@ def test_an_outer_momentum_from_the_first_step_is_warned_of(
 ):
     with caplog.at_level("WARNING", logger="hvd_gradcomp"):
         run(1, lambda rank: over(rank, Net(), LocalSchedule(4, warmup), outer, compression))
-    assert ("Give warmup_steps=100 or more" in caplog.text) == warns
+    assert ("Give warmup_steps=200 or more" in caplog.text) == warns
 
 
 def test_diloco_begins_with_dense_steps():
-    assert gc.diloco()["warmup_steps"] == 100
+    assert gc.diloco()["warmup_steps"] == 200
     assert gc.sparse_loco()["outer"] == AVERAGING
 
 

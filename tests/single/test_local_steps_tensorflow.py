@@ -121,7 +121,7 @@ def test_momentum_may_be_the_compressor_s():
 def test_an_outer_momentum_from_the_first_step_is_warned_of(how, warns, caplog):
     with caplog.at_level("WARNING", logger="hvd_gradcomp"):
         hvd.LocalSteps(network(), **how)
-    assert ("Give warmup_steps=100 or more" in caplog.text) == warns
+    assert ("Give warmup_steps=200 or more" in caplog.text) == warns
 
 
 def test_by_default_variables_are_averaged():
