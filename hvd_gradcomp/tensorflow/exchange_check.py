@@ -40,6 +40,7 @@ class ExchangeCheck:
 
     Attributes:
         title: as given.
+        agreed: the ranks have compared what they train, and how.
         has_diverged: the ranks' global variables differed when they were compared.
     """
 
@@ -59,7 +60,7 @@ class ExchangeCheck:
 
     def restart(self, title: str) -> None:
         """Go on under another title, maybe among other ranks, which are yet to be compared."""
-        self.title, self._agreed = title, False
+        self.title, self.agreed = title, False
         self.compare_anew()
 
     def compare_anew(self) -> None:
@@ -86,7 +87,7 @@ class ExchangeCheck:
             DivergedError: on all ranks, if their variables differ.
         """
         reducers = [fragment.reducer for fragment in fragments]
-        if not self._agreed:
+        if not self.agreed:
             self._agree(reducers)
         if self._compared:
             return
@@ -111,7 +112,7 @@ class ExchangeCheck:
         advice = "Give LocalSteps the same variables and arguments on all ranks"
         config_check.agree(found, self._process_set.ranks, advice)
         self._averages.connect(self.title, reducers[0].participants)
-        self._agreed = True
+        self.agreed = True
 
     def were_set(self, here: bool, is_exchanged: bool) -> bool:
         """Return True if variables of some rank were set, and no rank is between exchanges.

@@ -258,8 +258,10 @@ class LocalSteps(tf.Module):
         if not self._averages.is_used:
             return list(gradients)
         self._require_sole()
-        with tf.init_scope():
-            self._loop.begin(self.warms_up)
+        # step() compares from then on: a rank may trace this anew while others run their graph.
+        if not self._check.agreed:
+            with tf.init_scope():
+                self._loop.begin(self.warms_up)
         return self._averages.reduce(gradients, self._counters.clock < self.schedule.warmup_steps)
 
     def step(self, steps: int = 1) -> None:
@@ -278,8 +280,9 @@ class LocalSteps(tf.Module):
             NonFiniteGradientError: on all ranks, if the variables of one of them are not finite;
                 with nonfinite="skip" all ranks go back to the global variables instead.
             RuntimeError: in a graph that is traced; the gradients were exchanged in this step, or
-                another LocalSteps was made or restarted for the variables; on all ranks, if `hierarchical` and
-                one of them has not called `reduce_gradients` since the last exchange.
+                another LocalSteps was made or restarted for the variables; on all ranks, if
+                `hierarchical` and one of them has not called `reduce_gradients` since the last
+                exchange.
         """
         _require_eager("step")
         self._require_sole()
@@ -290,6 +293,7 @@ class LocalSteps(tf.Module):
         for step in range(first, first + steps):
             counters.clock.assign(step)
             if self.schedule.warms_up(step):
+                self._loop.begin(warms_up=True)
                 if step == self.schedule.warmup_steps:
                     self._loop.take_copies()
                 continue

@@ -190,6 +190,28 @@ def test_gradients_are_averaged_in_a_graph_too():
     assert int(local.others[0].steps) == 1
 
 
+def test_a_new_trace_compares_nothing_with_other_ranks(monkeypatch):
+    """After a restart other ranks may still run the graph that they have, and would not answer."""
+    local = hvd.LocalSteps([tf.Variable([1.0])], 4, warmup_steps=9)
+    asked = []
+    gather = local._check._gather
+    monkeypatch.setattr(local._check, "_gather", lambda *how: asked.append(how) or gather(*how))
+
+    @tf.function
+    def reduced(batch):
+        return local.reduce_gradients([tf.reduce_sum(batch, keepdims=True)])
+
+    reduced(tf.ones(2))
+    assert asked
+    local.step()
+    local.restart()
+    asked.clear()
+    reduced(tf.ones(3))
+    assert reduced.experimental_get_tracing_count() == 2 and not asked
+    local.step()
+    assert asked
+
+
 def test_variables_that_were_set():
     variables, local = trained(4, 4)
     for v, value in zip(variables, network()):
@@ -816,7 +838,7 @@ def test_fit_refuses_an_optimizer_that_the_callback_does_not_know():
     fit(model, [callback])
     model.compile(averaging(), "mse")
     for go_on in (lambda: fit(model, [callback]), lambda: callback.build(model)):
-        with pytest.raises(ValueError, match="compiled anew.*Pass a new callbacks.LocalSteps"):
+        with pytest.raises(ValueError, match=r"compiled anew.*Pass a new callbacks\.LocalSteps"):
             go_on()
     later = hvd_keras.callbacks.LocalSteps(4)
     fit(model, [later])
