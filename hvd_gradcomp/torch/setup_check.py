@@ -10,6 +10,7 @@ from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.runtime import config_check
+from hvd_gradcomp.torch.claims import Claim
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 
 _NOTHING = "nothing"
@@ -23,6 +24,7 @@ def agree(
     layouts: Sequence[Layout],
     settings: str,
     refused: Exception | None,
+    claim: Claim | None,
 ) -> None:
     """Compare the ranks' descriptions; all ranks call it, also those that refuse to train.
 
@@ -34,6 +36,7 @@ def agree(
         layouts: of the buckets.
         settings: that must be equal on all ranks.
         refused: error with which this rank refuses; None if it does not.
+        claim: of this rank to the layers, which ends if any rank refuses.
 
     Raises:
         MismatchError: on all ranks, if they do not train the same model in the same way.
@@ -48,7 +51,17 @@ def agree(
         horovod=transport.version,
     )
     description[config_check.REFUSED] = str(refused or _NOTHING)
-    every = group.gather_objects(description, config_check.Description)
+    try:
+        _compare(group, group.gather_objects(description, config_check.Description), refused)
+    except BaseException:
+        if claim is not None:
+            claim.drop()
+        raise
+
+
+def _compare(
+    group: ProcessGroup, every: list[config_check.Description], refused: Exception | None
+) -> None:
     refusals = [{config_check.REFUSED: each[config_check.REFUSED]} for each in every]
     refusing = [each[config_check.REFUSED] != _NOTHING for each in every]
     if all(refusing):  # whose texts may differ, since each names what it has

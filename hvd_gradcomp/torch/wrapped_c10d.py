@@ -18,9 +18,9 @@ from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.tensor_exchange import Connection
-from hvd_gradcomp.torch.wrapped_optimizer import refuse_exchanging
+from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer, refuse_exchanging
 
-T = TypeVar("T")
+T = TypeVar("T", bound=WrappedOptimizer)
 
 
 def LocalSteps(  # noqa: N802 - as over Horovod
@@ -154,9 +154,15 @@ def _make_on_all(group: ProcessGroup, make: Callable[[], T]) -> T:
     except (TypeError, ValueError) as error:
         refused = error
     description = {config_check.REFUSED: str(refused or "nothing")}
-    config_check.agree(group.gather_objects(description, config_check.Description), group.ranks)
+    try:
+        config_check.agree(group.gather_objects(description, config_check.Description), group.ranks)
+    except BaseException:
+        if refused is None:
+            optimizer.withdraw()  # a traceback may keep it
+        raise
     if refused is not None:
         raise refused
+    optimizer.begin()
     return optimizer
 
 

@@ -70,6 +70,14 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         claim.take()
         self._claim = claim
 
+    def begin(self) -> None:
+        """Exchange in place of `DistributedDataParallel`, once all ranks have made their own."""
+        self._claim.switch_off_models()
+
+    def withdraw(self) -> None:
+        """Leave the parameters to others: some rank has made no optimizer."""
+        self._claim.drop()
+
     def _check_superseded(self) -> None:
         """Raise a RuntimeError if the parameters are another optimizer's by now."""
         if self._claim.superseded:
