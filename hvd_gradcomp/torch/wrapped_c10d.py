@@ -44,10 +44,11 @@ def LocalSteps(  # noqa: N802 - as over Horovod
 
     As `hvd_gradcomp.torch.LocalSteps`, over `torch.distributed`. All ranks of the group call it.
     If `DistributedDataParallel` is around the model, now or by the first step, its reduction and
-    its broadcast of buffers are switched off for as long as the result lives. It is left on if the
-    two have a single rank in common: where ranks of a host are to reduce in each step, give
-    `DistributedDataParallel` the group of the host's ranks, and `process_group` here one rank of
-    each host, in as many groups as a host has ranks. Sharded models are refused.
+    its broadcast of buffers are switched off for good: to train on without the result, wrap the
+    module in `DistributedDataParallel` anew. It is left on if the two have a single rank in common:
+    where ranks of a host are to reduce in each step, give `DistributedDataParallel` the group of
+    the host's ranks, and `process_group` here one rank of each host, in as many groups as a host
+    has ranks. Sharded models are refused.
 
     Args:
         optimizer, named_parameters, every, outer, compression: as over Horovod.

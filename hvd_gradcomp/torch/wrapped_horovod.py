@@ -53,9 +53,10 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
     Evaluate and save the model after an exchange: the schedule's, or `optimizer.exchange()`, which
     all ranks call. `hvd.verify(optimizer)` compares the global parameters.
 
-    The reduction of a `DistributedDataParallel` around the model is switched off for as long as the
-    result lives. Another exchange of the same parameters between these ranks is an error, and so is
-    a sharded model. Ranks wait for each other in the first step, and compare their parameters.
+    The reduction of a `DistributedDataParallel` around the model is switched off for good: to train
+    on without the result, wrap the module anew. Another exchange of the same parameters between
+    these ranks is an error, and so is a sharded model. Ranks wait for each other in the first step,
+    and compare their parameters.
 
     Works with accumulated gradients, clipping, autocast and `GradScaler` (a step that it skips
     counts, so ranks stay together), and with schedulers of the result (inner) and of

@@ -69,8 +69,9 @@ def test_a_model_stays_off_whenever_its_optimizer_is_collected(static_graph, ins
     assert type(copied) is DistributedDataParallel and copied.require_backward_grad_sync
     gradient_of(copied)
     gradient_of(DistributedDataParallel(model.module))
-    claim = switched_off(model)
+    claim = switched_off(model)  # by another one
     gradient_of(model)
+    del claim
 
 
 @pytest.mark.parametrize("inside", [False, True])
