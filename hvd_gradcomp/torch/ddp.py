@@ -17,7 +17,6 @@ on all ranks.
 
 from __future__ import annotations
 
-import gc
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -158,7 +157,6 @@ def _made_for(given: Any, parameter: torch.nn.Parameter) -> CompressionState:
     """Return the state of the parameter's model; make it if the hook was given a compressor."""
     model = _models.get(parameter, lambda: None)()
     if model is None:
-        gc.collect()  # a model that nobody uses any more is none
         models = models_of([parameter])
         if len(models) != 1:
             raise ValueError(
@@ -300,7 +298,7 @@ class CompressionState:
         )
         layouts = [] if refused else [bucket.layout for bucket in self._run.buckets]
         how = layers_of(named), compressor, layouts, settings
-        setup_check.agree(self._group, self._transport, *how, refused)
+        setup_check.agree(self._group, self._transport, *how, refused, self._claim)
         if own is not None:
             assert optimizer is not None
             take_over_momentum(optimizer, MomentumTransfer(optimizer, *own), self._run)

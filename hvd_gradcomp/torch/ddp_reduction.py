@@ -2,7 +2,10 @@
 
 A switched-off model behaves as under `no_sync()`, whatever sets `require_backward_grad_sync`: no
 gradient is reduced, no map of unused parameters, and no buffer is broadcast. Its class says so, as
-`fully_shard` changes the class of what it shards; so nothing is lost when it is switched on again.
+`fully_shard` changes the class of what it shards.
+
+It stays so. Were it switched on again when its optimizer is collected, ranks would begin to reduce
+at different times. Without such an optimizer a forward for training is an error.
 """
 
 from __future__ import annotations
@@ -17,27 +20,50 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from hvd_gradcomp.torch.moments import dynamo
+
+# Those that were made since this import: `gc.freeze()` takes them out of what a search finds.
+_known: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 LOGGER = logging.getLogger("hvd_gradcomp")
-# By model, the identities of those that have switched it off and still live.
-_switched_off: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+# By model that is switched off, those that exchange in its place, and live.
+_owners: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+
+
+def _know(model: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """Record a model of `DistributedDataParallel` when it gets the module that it wraps."""
+    del name, module
+    if isinstance(model, DistributedDataParallel):
+        _known.add(model)
+
+
+register_module_module_registration_hook(_know)
 
 
 def models_of(parameters: Collection[torch.nn.Parameter]) -> list[DistributedDataParallel]:
     """Return the models that have some of these parameters, for a search now and then: it is slow.
 
-    `DistributedDataParallel` keeps no record of its models, so all objects are searched.
+    Dead models in cycles, which another rank may have collected already, are none.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return []
     wanted = set(parameters)
+    if not _search(wanted):
+        return []
+    gc.collect()
+    return _search(wanted)
+
+
+def _search(wanted: Collection[torch.nn.Parameter]) -> list[DistributedDataParallel]:
+    # Copies, and models from before the import of this module, are not known.
+    others = (x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel))
     return [
-        each
-        for each in gc.get_objects()
-        if issubclass(type(each), DistributedDataParallel)
-        and "_modules" in vars(each)  # else its own constructor has failed
-        and any(p in wanted for p in each.parameters())
+        model
+        for model in {id(x): x for x in (*_known, *others)}.values()
+        if "_modules" in vars(model)  # else its own constructor has failed
+        and any(p in wanted for p in model.parameters())
     ]
 
 
@@ -66,67 +92,72 @@ def comm_hook_of(model: DistributedDataParallel) -> str | None:
     return None
 
 
+def is_switched_off(model: DistributedDataParallel) -> bool:
+    """Return True if an optimizer has switched the reduction of a model off."""
+    return isinstance(model, _NotReduced)
+
+
 def switch_off(model: DistributedDataParallel, owner: Any, reason: str) -> None:
-    """Switch the reduction of a model off, for as long as the owner lives.
+    """Switch the reduction of a model off, for good.
 
     Args:
         model: which is not kept alive.
-        owner: exchanges the model.
+        owner: exchanges the model while it lives, and is not kept alive either.
         reason: for the log.
     """
-    if not isinstance(model, _NotReduced):
-        _switched_off[model] = set()
-        if vars(model).get("forward") is _refuse_static_graph:
-            del vars(model)["forward"]
+    if not is_switched_off(model):
+        _owners[model] = weakref.WeakSet()
+        # Of copies, which reduce: here `no_sync()` may have set them for a moment.
+        vars(model).update(require_backward_grad_sync=True, require_forward_param_sync=True)
         cls: Any = type(model)
         model.__class__ = _not_reduced(cls)
         if ranks_of(model)[:1] == [dist.get_rank()]:
             LOGGER.warning("%s", reason)
-    if id(owner) not in _switched_off[model]:
-        _switched_off[model].add(id(owner))
-        weakref.finalize(owner, _let_go, weakref.ref(model), id(owner)).atexit = False
-
-
-def _let_go(reference: weakref.ref[DistributedDataParallel], owner: int) -> None:
-    """Switch the reduction of a model on again, if nobody has it switched off any longer."""
-    model: Any = reference()
-    if model is None:
-        return
-    _switched_off[model].discard(owner)
-    if not _switched_off[model] and issubclass(type(model), _NotReduced):
-        model.__class__ = type(model).reduced
-        vars(model).update(require_backward_grad_sync=True, require_forward_param_sync=True)
-        if model.static_graph and not model._static_graph_delay_allreduce_enqueued:
-            vars(model)["forward"] = _refuse_static_graph
-
-
-def _refuse_static_graph(*_: Any, **__: Any) -> None:
-    """Raise an error: PyTorch would take all local backwards for one, and then reduce nothing."""
-    raise RuntimeError(
-        "DistributedDataParallel(static_graph=True) has counted the backwards while its reduction "
-        "was switched off, and would reduce no gradient: wrap the module in it anew"
-    )
+    _owners[model].add(owner)
 
 
 class _NotReduced:
     """Mixin of `DistributedDataParallel` that is always under `no_sync()`.
 
     Attributes:
-        reduced: the class of the model when it is switched on.
+        reduced: the class of the model before.
     """
 
     reduced: type
 
+    def __init_subclass__(cls, **_: Any) -> None:
+        """Leave out what a user's class does with its subclasses: this is no other class to it."""
+
+    @dynamo.outside("it looks for the optimizer that exchanges in place of this model")
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model.
+
+        Raises:
+            RuntimeError: for training, when no optimizer exchanges it any longer.
+        """
+        if torch.is_grad_enabled() and not _owners.get(self):
+            raise RuntimeError(
+                "the reduction of this DistributedDataParallel was switched off by an optimizer "
+                "that exchanged in its place, and is gone: no rank would see another's gradients. "
+                "To train on, wrap the module in DistributedDataParallel anew, "
+                "DistributedDataParallel(model.module), on all ranks, or make such an optimizer; "
+                "to evaluate, use torch.no_grad()"
+            )
+        above: Any = super()
+        return above.forward(*inputs, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as the class that reduces: nobody exchanges the copy."""
-        how: Any = super().__reduce_ex__(protocol)
-        function, (_, *rest), *more = how
-        return function, (type(self).reduced, *rest), *more
+        # Protocol 0 names the class as an argument; later ones insist on the object's.
+        above: Any = super()
+        function, arguments, *others = above.__reduce_ex__(0)
+        cls = type(self)
+        return function, tuple(cls.reduced if x is cls else x for x in arguments), *others
 
 
 def _always(value: bool) -> property:
     """Return a property with a fixed value, whatever is set."""
-    return property(lambda self: value, lambda self, wish: None)
+    return property(lambda self: value, lambda self, ignored: None)
 
 
 @functools.lru_cache(None)
@@ -138,6 +169,6 @@ def _not_reduced(cls: Any) -> Any:
         # Else the first backward with static_graph=True would end in a reduction all the same.
         "_static_graph_delay_allreduce_enqueued": True,
     }
-    members = {name: _always(value) for name, value in fixed.items()}
-    how = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "reduced": cls}
-    return type(cls.__name__, (_NotReduced, cls), {**members, **how})
+    members: dict[str, Any] = {name: _always(value) for name, value in fixed.items()}
+    members.update(__module__=cls.__module__, __qualname__=cls.__qualname__, reduced=cls)
+    return type(cls.__name__, (_NotReduced, cls), members)

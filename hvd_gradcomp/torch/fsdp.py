@@ -178,6 +178,7 @@ class ShardedCompression:
         compressor: Any = compression
         own: tuple[float, bool] | None = None
         refused: Exception | None = None  # by this rank; the others must hear of it
+        claim: Claim | None = None
         layers: list[Layer] = []
         try:
             units = units_of(model, mesh)
@@ -194,15 +195,16 @@ class ShardedCompression:
             _check_moments(compressor, backward_passes_per_step)
             self._run = self._make_reducer(shards, compressor, options)
             parameters = [s.held.sharded_param for s in shards]
-            self._claim = Claim("fsdp.compress", parameters, self._replicas, sharded=True)
-            self._claim.take()
+            claim = Claim("fsdp.compress", parameters, self._replicas, sharded=True)
+            claim.take()
         except (TypeError, ValueError) as error:
             refused = error
         settings = f"{backward_passes_per_step=}, {batch_size=}, {bucket_bytes=}, {nonfinite=}"
         settings = f"{settings}, mesh={self._mesh}"
         setup_check.agree(
-            self._everybody, self._transport, layers, compressor, [], settings, refused
+            self._everybody, self._transport, layers, compressor, [], settings, refused, claim
         )
+        self._claim = claim
         if own is not None:
             assert optimizer is not None
             take_over_momentum(optimizer, MomentumTransfer(optimizer, *own), self._run)

@@ -54,6 +54,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     rollback: bool = True,
     scaler: Any = None,
     verify_every: int = 0,
+    _claims: bool = True,  # False for a part of another exchange, which claims the parameters
 ) -> torch.optim.Optimizer:
     """Wrap an optimizer so that gradients are exchanged compressed before each step.
 
@@ -204,8 +205,10 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     reducer = Reducer(
         planner, transport, participants, options, prescale=prescale, postscale=postscale
     )
-    claim = Claim("hvd.DistributedOptimizer", reducer.parameters, process_set)
-    claim.take()
+    claim = None
+    if _claims:
+        claim = Claim("hvd.DistributedOptimizer", reducer.parameters, process_set)
+        claim.take()
     transfer = None
     if own is not None:
         transfer = MomentumTransfer(distributed, *own)

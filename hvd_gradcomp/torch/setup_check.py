@@ -10,6 +10,7 @@ from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.runtime import config_check
+from hvd_gradcomp.torch.claims import Claim
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 
 
@@ -21,6 +22,7 @@ def agree(
     layouts: Sequence[Layout],
     settings: str,
     refused: Exception | None,
+    claim: Claim | None,
 ) -> None:
     """Compare the ranks' descriptions; all ranks call it, also those that refuse to train.
 
@@ -32,6 +34,7 @@ def agree(
         layouts: of the buckets.
         settings: that must be equal on all ranks.
         refused: error with which this rank refuses; None if it does not.
+        claim: of this rank to the layers, which ends if any rank refuses.
 
     Raises:
         MismatchError: on all ranks, if they do not train the same model in the same way.
@@ -46,6 +49,11 @@ def agree(
         horovod=transport.version,
     )
     description[config_check.REFUSED] = str(refused or config_check.NOTHING)
-    every = group.gather_objects(description, config_check.Description)
-    config_check.raise_refusal(every, group.ranks, refused)
-    config_check.agree(every, group.ranks)
+    try:
+        every = group.gather_objects(description, config_check.Description)
+        config_check.raise_refusal(every, group.ranks, refused)
+        config_check.agree(every, group.ranks)
+    except BaseException:
+        if claim is not None:
+            claim.drop()
+        raise

@@ -18,9 +18,9 @@ from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.tensor_exchange import Connection
-from hvd_gradcomp.torch.wrapped_optimizer import refuse_exchanging
+from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer, refuse_exchanging
 
-T = TypeVar("T")
+T = TypeVar("T", bound=WrappedOptimizer)
 
 
 def LocalSteps(  # noqa: N802 - as over Horovod
@@ -44,10 +44,11 @@ def LocalSteps(  # noqa: N802 - as over Horovod
 
     As `hvd_gradcomp.torch.LocalSteps`, over `torch.distributed`. All ranks of the group call it.
     If `DistributedDataParallel` is around the model, now or by the first step, its reduction and
-    its broadcast of buffers are switched off for as long as the result lives. It is left on if the
-    two have a single rank in common: where ranks of a host are to reduce in each step, give
-    `DistributedDataParallel` the group of the host's ranks, and `process_group` here one rank of
-    each host, in as many groups as a host has ranks. Sharded models are refused.
+    its broadcast of buffers are switched off for good: to train on without the result, wrap the
+    module in `DistributedDataParallel` anew. It is left on if the two have a single rank in common:
+    where ranks of a host are to reduce in each step, give `DistributedDataParallel` the group of
+    the host's ranks, and `process_group` here one rank of each host, in as many groups as a host
+    has ranks. Sharded models are refused.
 
     Args:
         optimizer, named_parameters, every, outer, compression: as over Horovod.
@@ -154,8 +155,14 @@ def _make_on_all(group: ProcessGroup, make: Callable[[], T]) -> T:
     except (TypeError, ValueError) as error:
         refused = error
     description = {config_check.REFUSED: str(refused or config_check.NOTHING)}
-    every = group.gather_objects(description, config_check.Description)
-    config_check.raise_refusal(every, group.ranks, refused)
+    try:
+        every = group.gather_objects(description, config_check.Description)
+        config_check.raise_refusal(every, group.ranks, refused)
+    except BaseException:
+        if refused is None:
+            optimizer.withdraw()  # a traceback may keep it
+        raise
+    optimizer.begin()
     return optimizer
 
 

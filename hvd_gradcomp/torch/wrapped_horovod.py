@@ -14,7 +14,6 @@ from hvd_gradcomp.runtime import hierarchy
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch import checkpoint
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
-from hvd_gradcomp.torch.grad_synchronizer import synchronizer_of
 from hvd_gradcomp.torch.local.outer import Outer
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
@@ -54,9 +53,10 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
     Evaluate and save the model after an exchange: the schedule's, or `optimizer.exchange()`, which
     all ranks call. `hvd.verify(optimizer)` compares the global parameters.
 
-    The reduction of a `DistributedDataParallel` around the model is switched off for as long as the
-    result lives. Another exchange of the same parameters between these ranks is an error, and so is
-    a sharded model. Ranks wait for each other in the first step, and compare their parameters.
+    The reduction of a `DistributedDataParallel` around the model is switched off for good: to train
+    on without the result, wrap the module anew. Another exchange of the same parameters between
+    these ranks is an error, and so is a sharded model. Ranks wait for each other in the first step,
+    and compare their parameters.
 
     Works with accumulated gradients, clipping, autocast and `GradScaler` (a step that it skips
     counts, so ranks stay together), and with schedulers of the result (inner) and of
@@ -116,12 +116,14 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
         named_parameters = list(named_parameters) if named_parameters is not None else None
         inside = ranks.participants.groups.inside
         inner = DistributedOptimizer(
-            optimizer, named_parameters, process_set=inside, nonfinite="propagate", scaler=False
+            optimizer,
+            named_parameters,
+            process_set=inside,
+            nonfinite="propagate",
+            scaler=False,
+            _claims=False,
         )
-        synchronizer = synchronizer_of(inner)
-        assert synchronizer is not None and synchronizer.check.claim is not None
-        synchronizer.check.claim.drop()  # it is a part of this exchange
-    return LocalStepsOptimizer(
+    made = LocalStepsOptimizer(
         inner,
         named_parameters,
         ranks.connect,
@@ -135,6 +137,8 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
         deadline=deadline,
         connect_clock=lambda: ranks.connect("rounds"),
     )
+    made.begin()
+    return made
 
 
 def MomentumExchange(  # noqa: N802 - beside DistributedOptimizer
@@ -182,7 +186,7 @@ def MomentumExchange(  # noqa: N802 - beside DistributedOptimizer
     """
     refuse_exchanging(optimizer)
     ranks = _Ranks("MomentumExchange", process_set, hierarchical)
-    return MomentumExchangeOptimizer(
+    made = MomentumExchangeOptimizer(
         optimizer,
         named_parameters,
         ranks.connect,
@@ -192,6 +196,8 @@ def MomentumExchange(  # noqa: N802 - beside DistributedOptimizer
         bucket_bytes=bucket_bytes,
         nonfinite=nonfinite,
     )
+    made.begin()
+    return made
 
 
 class _Ranks:

@@ -66,9 +66,18 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         reducer = self.all_reducers[0]
         frontend = "hvd" if reducer.transport.library == "Horovod" else "ddp"
         ranks = reducer.participants.process_set
-        claim = Claim(f"{frontend}.{function}", [p for _, p in named], ranks, in_step=True)
+        parameters, alone = [p for _, p in named], self._ranks_differ
+        claim = Claim(f"{frontend}.{function}", parameters, ranks, in_step=True, alone=alone)
         claim.take()
         self._claim = claim
+
+    def begin(self) -> None:
+        """Exchange in place of `DistributedDataParallel`, once all ranks have made their own."""
+        self._claim.switch_off_models()
+
+    def withdraw(self) -> None:
+        """Leave the parameters to others: some rank has made no optimizer."""
+        self._claim.drop()
 
     def _check_superseded(self) -> None:
         """Raise a RuntimeError if the parameters are another optimizer's by now."""

@@ -8,6 +8,7 @@ multiply), one for each half of the key, in arithmetic that stays below 2**63.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 from hvd_gradcomp.core.row_groups import RowGroup, RowGroups
@@ -448,7 +449,7 @@ class Quantization(BitPacking):
             own = self.minimum(self._rank_in_group(group), most)
             code = self.where(few > 0, own, code)
         code = self.where(group < groups, code, 0)
-        first = [sum(entries[:number]) for number in range(groups + 1)]
+        first = [0, *accumulate(entries)]
         slot = self.gather(self.words(first), group) + code
         of_slot = [number for number, n in enumerate(entries) for _ in range(n)]
         means = self._means(part, slot, total + 1, _PART)[:total]
@@ -459,7 +460,7 @@ class Quantization(BitPacking):
     ) -> Tensor:
         """Invert `encode_bins`: the mean of each value's bin, 0 in no group; float32 [count]."""
         code = self.unpack_bytes(packed, bits)[: group.shape[0]]
-        first = [sum(entries[:number]) for number in range(len(entries) + 1)]
+        first = [0, *accumulate(entries)]
         # Of a damaged payload a code may be too large.
         code = self.minimum(code, self.gather(self.words([*entries, 1]), group) - 1)
         slot = self.gather(self.words(first), group) + code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import gc
 import io
 import itertools
 import json
@@ -1020,10 +1021,10 @@ OPTIONS_OF_DDP = (
 
 
 def local_steps_of_ddp():
-    """Local steps and momenta of a wrapped model: DDP makes no collective, and trains again after.
+    """Local steps and momenta of a wrapped model: DDP makes no collective, nor trains after.
 
     With every option of DDP, under `no_sync`, where a loop sets `require_backward_grad_sync`, after
-    a warm-up; and for a model that is wrapped later, but for its first backward.
+    a warm-up. One that is wrapped later has reduced a gradient, which momenta begin with anyhow.
     """
     x = torch.randn(8, 12, generator=torch.Generator().manual_seed(dist.get_rank()))
 
@@ -1064,12 +1065,18 @@ def local_steps_of_ddp():
                 copied = copy.deepcopy(model)
                 assert type(copied) is DistributedDataParallel is not type(model)
                 assert isinstance(model, DistributedDataParallel)
+                off = type(model)
+                optimizer.itself = optimizer  # a cycle, which ranks collect at different times
                 del optimizer
-                assert type(model) is DistributedDataParallel
-                again = lambda m=model: m(x).square().mean().backward()  # noqa: E731
-                if "static_graph" in of_ddp and wrap == "before":
-                    raises(RuntimeError, "wrap the module in it anew", again)
-                    continue
+                if dist.get_rank() == 0:
+                    gc.collect()
+                assert type(model) is off
+                gc.collect()
+                raises(RuntimeError, "wrap the module in", lambda m=model: m(x))
+                with torch.no_grad():
+                    model(x)
+                anew = DistributedDataParallel(model.module, **of_ddp)
+                again = lambda m=anew: m(x).square().mean().backward()  # noqa: E731
                 for _ in range(2):
                     assert "gloo:all_reduce" in reductions(again), of_ddp
         return ends
@@ -1081,12 +1088,17 @@ def local_steps_of_ddp():
 
         plain, *others = plain_and_wrapped("before", local, 8 if how else 20)
         assert all(torch.equal(plain, other) for other in others)
-    plain_and_wrapped("after", local)
+    late = Normed()
+    optimizer = local(late, list(late.named_parameters()))
+    late = DistributedDataParallel(late)
+    late(x).square().mean().backward()
+    raises(ValueError, "was wrapped around the model after", optimizer.step)
 
     def momenta(model, names):
         adam = torch.optim.AdamW(model.parameters(), 0.01)
         return ddp.MomentumExchange(adam, names, TODAY[0], warmup_steps=2)
 
+    plain_and_wrapped("after", momenta)
     plain, *others = plain_and_wrapped("before", momenta)
     assert all(torch.equal(plain, other) for other in others)
 
@@ -1120,7 +1132,7 @@ def two_exchanges():
     del earlier
     train(model, optimizer, 4)
     del optimizer
-    assert type(model) is DistributedDataParallel
+    raises(RuntimeError, "or make such an optimizer", lambda: backward(model, 0))
     optimizer = momenta(model)  # the other one is gone
     train(model, optimizer, 3)
     alike(vector(model))
@@ -1158,13 +1170,26 @@ def two_exchanges():
     train(model, optimizer, 4)
     alike(vector(model))
     # One rank alone refuses, when it is made and at its first step.
-    model = Model()
+    model, kept = Model(), []
     given = "adam" if dist.get_rank() == 0 else sgd(model)
     raises(
         MismatchError,
         "Optimizer, got str on rank 0, nothing on rank 1",
         lambda: local(model, given),
     )
+    refused = ddp_model()
+    given = "adam" if dist.get_rank() == 0 else sgd(refused)
+    for make in (
+        lambda: local(refused, given),
+        lambda: ddp.compress(refused, "adam" if dist.get_rank() == 0 else None),
+    ):
+        try:
+            make()
+        except MismatchError as error:
+            kept.append(error)  # with its traceback, which has what was made
+        assert type(refused) is DistributedDataParallel
+    assert len(kept) == 2
+    train(refused, momenta(refused), 2)
     optimizer = local(model)
     if dist.get_rank() == 0:
         optimizer._claim.check_models = lambda whole: fails("wrapped here alone")
