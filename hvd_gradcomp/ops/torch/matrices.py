@@ -21,7 +21,7 @@ def _without_autocast(method: F) -> F:
 
     @wraps(method)
     def call(self: Base, *args: Any) -> Any:
-        with torch.autocast(self.device.type, enabled=False):
+        with torch.autocast("cuda" if self.device.type == "cuda" else "cpu", enabled=False):
             return method(self, *args)
 
     return call  # type: ignore[return-value]
