@@ -372,7 +372,10 @@ class Embedded(layers.Layer):
 def averaged_fits():
     """Digests after each of two `fit` with moving averages, and the least weight of one >= 0."""
     found, sparse = {}, hvd.SparseGDCompressor(density=0.2)
+    # An average begins with the first weights, so these keep the constraint too.
+    within = keras.initializers.RandomUniform(0.0, 1.0)
     nonneg = {"kernel_constraint": keras.constraints.NonNeg(), "use_bias": False}
+    nonneg = {**nonneg, "kernel_initializer": within}
     for name, how, after in (
         ("plain", {"every": 3}, []),
         ("at its end", {"every": 3, "at_epoch_end": False, "compression": sparse}, []),
