@@ -63,7 +63,7 @@ class Case(NamedTuple):
 
 
 class Host(NamedTuple):
-    """What exchanges, and what there is to do to it.
+    """An exchange, and what a user may do to it.
 
     Attributes:
         name: as users write it.

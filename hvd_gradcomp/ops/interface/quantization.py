@@ -445,9 +445,9 @@ class Quantization(BitPacking):
         code = self.cast(self.minimum(self.maximum(height, 0.0), bins - 1.0), "int64")
         if min(entries, default=bins) < bins:
             few = self.gather(self.words([*(int(n < bins) for n in entries), 0]), group)
-            most = self.gather(self.words([*entries, 1]), group) - 1
-            own = self.minimum(self._rank_in_group(group), most)
-            code = self.where(few > 0, own, code)
+            last = self.gather(self.words([*entries, 1]), group) - 1
+            rank = self.minimum(self._rank_in_group(group), last)
+            code = self.where(few > 0, rank, code)
         code = self.where(group < groups, code, 0)
         first = [0, *accumulate(entries)]
         slot = self.gather(self.words(first), group) + code

@@ -24,7 +24,7 @@ from hvd_gradcomp.torch.warmup import WarmUp
 from hvd_gradcomp.torch.wrapped_optimizer import device_of
 
 LOGGER = logging.getLogger("hvd_gradcomp")
-WARMUP, _LOADED, _FIRST = -1, -2, -3  # said in the place of a fragment
+WARMUP, _LOADED, _FIRST = -1, -2, -3  # in the place of a fragment
 
 
 class PendingResult(NamedTuple):

@@ -268,7 +268,7 @@ def train(training: Training, at: int = -1, situation: Situation | None = None) 
 
 
 def _arrays(saved: Any) -> Iterator[np.ndarray]:
-    """What is saved, but for what tells of time and traffic."""
+    """Return what is saved, without times and traffic."""
     if isinstance(saved, torch.Tensor):
         yield _local(saved.detach()).contiguous().flatten().view(torch.uint8).numpy()
     elif isinstance(saved, dict):

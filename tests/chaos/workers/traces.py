@@ -1,4 +1,4 @@
-"""What a training did, step by step, and what it left behind: no framework."""
+"""Trace of a training, step by step, and of what it leaves behind: no framework."""
 
 from __future__ import annotations
 

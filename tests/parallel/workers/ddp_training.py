@@ -1104,7 +1104,7 @@ def local_steps_of_ddp():
 
 
 def two_exchanges():
-    """Of the same parameters between the same ranks: an error on all ranks, which names both."""
+    """Check that two exchanges of the same parameters are an error on all ranks, naming both."""
 
     def local(model, optimizer=None, **how):
         optimizer = optimizer or sgd(model)
@@ -1326,7 +1326,7 @@ def complex_parameters():
 
 
 def in_inference_mode():
-    """What a user may call between steps makes no state that later steps cannot write to."""
+    """Check that no call between steps makes state that later steps cannot write to."""
     ends = []
     for mode in (torch.inference_mode, torch.no_grad):
         for compression in (DGCCompressor(density=0.1, momentum=0.9), CHUNKED):
@@ -1559,7 +1559,7 @@ def local_steps_apart():
 
 
 def kept_by_one_rank(group):
-    """What one rank alone has dropped is not used again."""
+    """Check that a connection that one rank alone has dropped is not used again."""
     models = []
     for _ in range(3):
         model, state = wrapped(StromCompressor(tau=0.01), of_ddp={"process_group": group})

@@ -170,7 +170,7 @@ def complex_parameters():
 
 
 def in_inference_mode():
-    """What is called between steps makes no state that later steps cannot write to."""
+    """Check that no call between steps makes state that later steps cannot write to."""
     ends = []
     for mode in (torch.inference_mode, torch.no_grad):
         torch.manual_seed(2)
