@@ -40,7 +40,7 @@ def test_overflows_with_a_scaler_leave_no_trace_on_pytorch(tmp_path):
 MESSAGES = {
     "unscaled": "nothing was raised",
     "of_another": "pass scaler=False",
-    "no_policy": "nonfinite must be one of 'skip', 'raise', 'propagate' or None, got 'ignore'",
+    "no_policy": "nonfinite must be one of 'skip', 'raise', 'propagate', None, got 'ignore'",
 }
 
 
@@ -62,5 +62,5 @@ def test_overflows_with_loss_scaling_leave_no_trace_on_tensorflow(tmp_path):
 KERAS_MESSAGES = {
     "built_in_its_first_step": "nothing was raised",
     "accumulated": "needs the loss scaler inside",
-    "no_policy": "nonfinite must be one of 'skip', 'raise', 'propagate' or None, got 'ignore'",
+    "no_policy": "nonfinite must be one of 'skip', 'raise', 'propagate', None, got 'ignore'",
 }
