@@ -58,6 +58,8 @@ class Net(nn.Module):
 class Tokens(Net):
     """Its loss is a sum over labels that count, divided by those of all passes and ranks."""
 
+    accepts_loss_kwargs = True
+
     def forward(
         self, x: torch.Tensor, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
