@@ -87,9 +87,8 @@ def reduced_parameters(model: DistributedDataParallel) -> list[tuple[str, torch.
 
 def comm_hook_of(model: DistributedDataParallel) -> str | None:
     """Return the name of the communication hook of a model; None if it has none."""
-    for hook, _ in getattr(model, "_comm_hooks", ()):  # since PyTorch 2.1
-        return getattr(hook, "__qualname__", repr(hook))
-    return None
+    # A copy has the list `_comm_hooks` of its original, but calls none of these hooks.
+    return model._get_ddp_logging_data().get("comm_hook")
 
 
 def is_switched_off(model: DistributedDataParallel) -> bool:
