@@ -1498,17 +1498,19 @@ def lifetimes_of(group):
         training.load(training.state.state_dict(), "a file")
         return [model.module, training, training.state]
 
-    def wrapped_optimizer(make):
+    def wrapped_optimizer(make, deadline=None):
         torch.manual_seed(1)
         model = Model()
         optimizer = make(model)
         train(model, optimizer, 3)
+        if deadline:
+            optimizer.exchange()  # else one rank may begin a round after another's last step
         return [model, optimizer, *optimizer.all_reducers]
 
     def local_steps(**options):
         how = {"every": 2, "compression": QSGDCompressor(), **of_ddp, **options}
         return lambda: wrapped_optimizer(
-            lambda m: ddp.LocalSteps(sgd(m), m.named_parameters(), **how)
+            lambda m: ddp.LocalSteps(sgd(m), m.named_parameters(), **how), options.get("deadline")
         )
 
     def buffers():
@@ -1554,7 +1556,9 @@ def local_steps_apart():
     model = Model()
     how = {"every": 3, "deadline": 60.0}
     optimizer = ddp.LocalSteps(sgd(model), model.named_parameters(), **how)
-    train(model, optimizer, 4 + dist.get_rank())
+    train(model, optimizer, 2)
+    optimizer.exchange()
+    train(model, optimizer, 1 + dist.get_rank())
     return [model, optimizer]
 
 
