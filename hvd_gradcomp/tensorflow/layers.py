@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import sys
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_gradcomp.core.layers import Layer, Weight, convolving
+from hvd_gradcomp.runtime.live_objects import live_callables
 from hvd_gradcomp.tensorflow.variables import plain_variable
 
 _NARROW = ("float16", "bfloat16")  # dtypes whose global variables are float32
@@ -54,19 +54,17 @@ def with_kernels(layers: Sequence[Layer], sources: Sequence[Any]) -> list[Layer]
 def _kernels(sources: Sequence[Any]) -> dict[int, bool]:
     """Return for each source that a Keras layer holds if it belongs to a convolution.
 
-    Tapes and optimizers do not know layers, so all live objects are searched for them. The type is
-    checked, not the object: some objects load what they stand for on access.
+    Tapes and optimizers do not know layers, so all live layers are searched for them.
     """
     found: dict[int, bool] = {}
     keras = sys.modules.get("keras")
     wanted = {id(plain_variable(source)) for source in sources}
     if keras is None or not wanted:
         return found
-    for layer in gc.get_objects():
-        kind = type(layer)
-        if not issubclass(kind, keras.layers.Layer) or getattr(layer, "_layers", None):
+    for layer in live_callables(keras.layers.Layer):
+        if getattr(layer, "_layers", None):
             continue  # a container's weights are its layers'
-        known = convolving(kind)
+        known = convolving(type(layer))
         for weight in () if known is None else getattr(layer, "weights", ()):
             place = id(plain_variable(weight))
             if place in wanted:

@@ -6,7 +6,6 @@ average of the global variables, which is equal on all ranks without being excha
 
 from __future__ import annotations
 
-import gc
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import tensorflow as tf
 
+from hvd_gradcomp.runtime.live_objects import live_instances
 from hvd_gradcomp.tensorflow.variables import new_variable, plain_variable, where_set
 
 if TYPE_CHECKING:
@@ -93,11 +93,7 @@ class UnknownAverages:
 
 def _live_optimizers() -> Iterator[Optimizer]:
     keras = sys.modules.get("keras")
-    if keras is None:
-        return
-    for each in gc.get_objects():
-        if issubclass(type(each), keras.optimizers.Optimizer):  # the object may load on access
-            yield each
+    return iter(()) if keras is None else live_instances(keras.optimizers.Optimizer)
 
 
 class GlobalAverages:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from hvd_gradcomp.runtime.live_objects import live_callables
 from hvd_gradcomp.torch.moments import dynamo
 
 # Those that were made since this import: `gc.freeze()` takes them out of what a search finds.
@@ -58,7 +59,7 @@ def models_of(parameters: Collection[torch.nn.Parameter]) -> list[DistributedDat
 
 def _search(wanted: Collection[torch.nn.Parameter]) -> list[DistributedDataParallel]:
     # Copies, and models from before the import of this module, are not known.
-    others = (x for x in gc.get_objects() if issubclass(type(x), DistributedDataParallel))
+    others = live_callables(DistributedDataParallel)
     return [
         model
         for model in {id(x): x for x in (*_known, *others)}.values()

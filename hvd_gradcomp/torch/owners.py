@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 
 import torch
+
+from hvd_gradcomp.runtime.live_objects import live_callables
 
 
 def owners_of(
     parameters: Sequence[torch.nn.Parameter],
 ) -> Iterator[tuple[torch.nn.Module, torch.nn.Parameter]]:
-    """Yield each live module that has one of these parameters, with the parameter.
-
-    The search inspects types, not objects: some lazy objects load when inspected.
-    """
+    """Yield each live module that has one of these parameters, with the parameter."""
     wanted = {id(p) for p in parameters}
-    for module in gc.get_objects() if wanted else ():
-        if issubclass(type(module), torch.nn.Module):
-            for p in module.__dict__.get("_parameters", {}).values():
-                if id(p) in wanted:
-                    yield module, p
+    for module in live_callables(torch.nn.Module) if wanted else ():
+        for p in module.__dict__.get("_parameters", {}).values():
+            if id(p) in wanted:
+                yield module, p

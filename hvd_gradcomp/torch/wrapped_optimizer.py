@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.monitoring.stats import CompressionStats, combined
+from hvd_gradcomp.runtime.live_objects import live_instances
 from hvd_gradcomp.torch.amp import unscale
 from hvd_gradcomp.torch.bucket import Named
 from hvd_gradcomp.torch.claims import Claim
@@ -17,6 +18,11 @@ from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.tensor_exchange import TensorExchange
 
+_WRAPPERS = (  # of libraries that step an optimizer inside of one of their own
+    ("accelerate.optimizer", "AcceleratedOptimizer"),
+    ("lightning.pytorch.core.optimizer", "LightningOptimizer"),
+    ("pytorch_lightning.core.optimizer", "LightningOptimizer"),
+)
 KEPT = "gradcomp"  # in a state_dict: what is not the inner optimizer's
 
 
@@ -201,11 +207,12 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
 
 def _library_of(optimizer: torch.optim.Optimizer) -> str | None:
     """Return the library that steps an optimizer in a wrapper of its own; None if none does."""
-    for each in gc.get_objects():
-        if type(each).__name__ in ("AcceleratedOptimizer", "LightningOptimizer"):
-            wrapped = vars(each)
-            if optimizer in (wrapped.get("optimizer"), wrapped.get("_optimizer")):
-                return type(each).__module__.partition(".")[0].capitalize()
+    for module, name in _WRAPPERS:
+        kind = getattr(sys.modules.get(module), name, None)
+        for wrapper in () if kind is None else live_instances(kind):
+            attributes = vars(wrapper)
+            if optimizer in (attributes.get("optimizer"), attributes.get("_optimizer")):
+                return module.partition(".")[0].removeprefix("pytorch_").capitalize()
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -126,7 +127,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.step()
 
 
-def test_local_steps_in_a_library_that_evaluates_between_exchanges(one_process):
+def test_local_steps_in_a_library_that_evaluates_between_exchanges(one_process, monkeypatch):
+    accelerate = SimpleNamespace(AcceleratedOptimizer=AcceleratedOptimizer)
+    monkeypatch.setitem(sys.modules, "accelerate.optimizer", accelerate)
     model = nn.Linear(2, 2)
     adam = torch.optim.Adam(model.parameters())
     local = ddp.LocalSteps(adam, model.named_parameters(), 3, OuterSGD(1, 0))
