@@ -8,7 +8,7 @@ One rank works as in a step among so many; the payloads of the others are its ow
 process takes the place of 1,024. Gradients are those of a GPT of 0.8 million parameters on random
 characters. Bytes are what its collectives bring a rank, by rings, as `advise` counts them. What
 only the ranks' own gradients decide is not in it: how many elements a threshold passes elsewhere,
-and the ladder's negotiation.
+and the negotiation of capacities.
 """
 
 from __future__ import annotations

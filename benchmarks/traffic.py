@@ -223,7 +223,7 @@ class Step:
     def _state(self, dense: bool) -> Any:
         """At the level with room for one element in 500, or on the last."""
         state = self.compressor.start(self.ops, self.layout, RANKS)
-        if not hasattr(state, "ladder"):
+        if not hasattr(state, "capacity"):
             return state
         schedule, wanted = (
             self.compressor.capacity_schedule(self.layout, RANKS),
@@ -235,8 +235,8 @@ class Step:
         )
         if dense:
             level, needed = schedule.top, schedule.capacities[-1] + 1
-        numbers = {"rung": self.ops.host(level), "needed": self.ops.host(needed)}
-        return state._replace(ladder=state.ladder._replace(**numbers))
+        numbers = {"level": self.ops.host(level), "needed": self.ops.host(needed)}
+        return state._replace(capacity=state.capacity._replace(**numbers))
 
 
 def launches_of(compressor: Compressor, layout: Layout, dense: bool) -> list[Any]:

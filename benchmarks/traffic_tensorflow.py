@@ -148,18 +148,18 @@ class Step:
     def _state(self, ops: Told, values: Sequence[tf.Tensor]) -> Any:
         """At the level with room for one element in 500, or on the last."""
         state = with_leaves(self.template, list(values))
-        if not hasattr(state, "ladder"):
+        if not hasattr(state, "capacity"):
             return state
         schedule = self.compressor.capacity_schedule(self.layout, RANKS)
         if ops.dynamic_shapes:  # where the level is not known while tracing, that costs nodes
-            schedule.next_level(ops, state.ladder)
+            schedule.next_level(ops, state.capacity)
         most = self.compressor.capacity(self.layout) if hasattr(state, "hint") else ops.wanted
         ops.passing = int(most * (PASSING if hasattr(state, "hint") else 1))
         needed = ops.wanted = min(most, schedule.capacities[-1])
-        numbers = {"rung": ops.bisect(schedule.capacities, needed), "needed": needed}
-        known = dict.fromkeys(state.ladder._fields, 0) | numbers
+        numbers = {"level": ops.bisect(schedule.capacities, needed), "needed": needed}
+        known = dict.fromkeys(state.capacity._fields, 0) | numbers
         return state._replace(
-            ladder=type(state.ladder)(**{k: tf.constant(v, tf.int64) for k, v in known.items()})
+            capacity=type(state.capacity)(**{k: tf.constant(v, tf.int64) for k, v in known.items()})
         )
 
 

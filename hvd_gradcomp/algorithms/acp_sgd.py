@@ -23,7 +23,7 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class ACPSGDCompressor(FactorCompressor):
     """Sends one thin factor of each layer's matrix, the two in turn (Zhang et al. 2023).
 
@@ -44,7 +44,7 @@ class ACPSGDCompressor(FactorCompressor):
         ValueError: a hyper-parameter is out of range.
 
     >>> ACPSGDCompressor(rank=2)
-    ACPSGDCompressor(rank=2, min_ratio=2.0, seed=0)
+    ACPSGDCompressor(rank=2, min_ratio=2.0, seed=0, max_norm=None)
     """
 
     def exchange_of(self, layout: Layout, ranks: int) -> Exchange:

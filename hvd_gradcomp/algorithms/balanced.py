@@ -23,7 +23,7 @@ from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.codecs.topk import TopKCompressor
 from hvd_gradcomp.codecs.values import VALUES, ValueCoding, ValueGroups
 from hvd_gradcomp.core import patterns, validate, wire
-from hvd_gradcomp.core.capacity import PACES, CapacitySchedule, CapacityState
+from hvd_gradcomp.core.capacity import POLICIES, CapacitySchedule, CapacityState
 from hvd_gradcomp.core.collectives import Allgather, Switch
 from hvd_gradcomp.core.composite import Composite
 from hvd_gradcomp.core.compressor import Compressor, Context, Correction, Program, Report
@@ -45,12 +45,12 @@ class BalancedState(NamedTuple):
     inner: Any  # rank-local: each rank works as if it were alone
     r: Tensor  # float32 [size], what the method sent and owners have not; rank-local
     knots: Tensor  # int64 [KNOTS + 1], ends of stretches with as many elements; replicated
-    ladder: CapacityState  # replicated
+    capacity: CapacityState  # replicated
     sent: Tensor  # int64 [layers], elements that this rank has sent so far
     hint: Tensor  # float32 [1], magnitude to search from in the next step; rank-local
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Balanced(Composite):
     """Balanced exchange of what a sparse method sends; made by `balanced`."""
 
@@ -60,7 +60,7 @@ class Balanced(Composite):
     slack: float = 1.25
 
     keeps_gradient = True
-    in_common = frozenset({"knots", "ladder"})
+    in_common = frozenset({"knots", "capacity"})
 
     def __post_init__(self) -> None:
         validate.one_of(self, "exchange", _EXCHANGES)
@@ -74,9 +74,9 @@ class Balanced(Composite):
                 "exchange='auto' themselves"
             )
 
-    def __repr__(self) -> str:
-        given = f"{self.inner!r}, {self.exchange!r}, {self.values!r}, slack={self.slack!r}"
-        return f"balanced({given})"
+    def __str__(self) -> str:
+        arguments = f"{self.inner}, {self.exchange!r}, {self.values!r}, slack={self.slack!r}"
+        return f"balanced({arguments})"
 
     @property
     def children(self) -> dict[str, Compressor]:
@@ -90,7 +90,7 @@ class Balanced(Composite):
     @property
     def reset_on_merge(self) -> frozenset[str]:  # type: ignore[override]
         """Names of fields that restart; the method's level of capacity is its rank's here."""
-        levels = {f"inner.ladder.{field}" for field in CapacityState._fields}
+        levels = {f"inner.capacity.{field}" for field in CapacityState._fields}
         return self._inside("reset_on_merge") | levels | {"hint"}
 
     @property
@@ -204,8 +204,8 @@ class Balanced(Composite):
             wanted = ops.sum(inner.sent - state.inner.sent)
             wanted = ops.staged(wanted) if ops.dynamic_shapes else wanted
         schedule = self.schedule(layout, ranks)
-        level, ladder = schedule.next_level(ops, state.ladder)
-        state = state._replace(inner=inner, ladder=ladder)
+        level, capacity = schedule.next_level(ops, state.capacity)
+        state = state._replace(inner=inner, capacity=capacity)
         number, digest = self.algorithm, self.digest(layout)
         step = context.step % (1 << 32)
         header = wire.Header(number, digest, step, level.index, wanted, wanted, finite)
@@ -239,8 +239,8 @@ class Balanced(Composite):
         result = owners.commit(ops, context, chosen.there, state.r, done.sent, done.left)
         memory, r, per_layer = result
         total = ops.clear_last(ops.add_at(ops.clear(memory), *done.total))
-        sent, ladder = state.sent + per_layer, patterns.needing(ops, state.ladder, done.header)
-        state = BalancedState(state.inner, r, done.knots, ladder, sent, chosen.hint)
+        sent, capacity = state.sent + per_layer, patterns.needing(ops, state.capacity, done.header)
+        state = BalancedState(state.inner, r, done.knots, capacity, sent, chosen.hint)
         return total, state
 
     def sum_all(
@@ -260,14 +260,14 @@ class Balanced(Composite):
         total = yield from patterns.allreduce_bucket(ops, context, r * weight)
         total = patterns.check_sum(ops, total)
         sent = state.sent + ops.words(context.layout.sizes)
-        ladder = patterns.needing(ops, state.ladder, header)
-        return total, state._replace(r=ops.clear(r), ladder=ladder, sent=sent)
+        capacity = patterns.needing(ops, state.capacity, header)
+        return total, state._replace(r=ops.clear(r), capacity=capacity, sent=sent)
 
     # -- reports -------------------------------------------------------------------------------
 
     def report(self, layout: Layout, state: BalancedState, steps: int, since: int = 0) -> Report:
         del steps, since
-        changes = int(state.ladder.changes)
+        changes = int(state.capacity.changes)
         return Report([int(n) for n in state.sent], self.residual(state), rung_changes=changes)
 
     def residual(self, state: BalancedState) -> Tensor:
@@ -290,8 +290,8 @@ def _schedule(codec: Balanced, layout: Layout, ranks: int) -> CapacitySchedule:
         fits = two_shot.received(ranks) < dense or ranks == 1
         low, high = (middle, high) if fits else (low, middle - 1)
     method = codec.method
-    pace = PACES[method.capacity if isinstance(method, ThresholdCompressor) else "largest"]
-    return CapacitySchedule.up_to(low + 1, summed=True, pace=pace)
+    policy = POLICIES[method.capacity if isinstance(method, ThresholdCompressor) else "largest"]
+    return CapacitySchedule.up_to(low + 1, summed=True, policy=policy)
 
 
 @lru_cache(maxsize=64)
@@ -363,7 +363,7 @@ def balanced(
         ValueError: it is no such method, or another argument is out of range.
 
     >>> from hvd_gradcomp import StromCompressor
-    >>> balanced(StromCompressor(tau=0.01))
+    >>> print(balanced(StromCompressor(tau=0.01)))
     balanced(StromCompressor(tau=0.01), 'auto', 'float32', slack=1.25)
     """
     return Balanced(part("balanced", compressor), exchange, values, slack)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.elias_fano import EliasFano
@@ -82,7 +82,7 @@ class Body:
         return ops.reshape(index + first, (-1,))
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class ChunkedTopKCompressor(Clipping, Compressor):
     """Sends the k largest elements of each chunk, in a few bits (Sarfi et al. 2025).
 
@@ -126,8 +126,8 @@ class ChunkedTopKCompressor(Clipping, Compressor):
     Raises:
         ValueError: a hyper-parameter is out of range.
 
-    >>> ChunkedTopKCompressor()
-    ChunkedTopKCompressor(chunk=4096, k=64, values='int2', decay=0.95, mean='ranks')
+    >>> print(ChunkedTopKCompressor(k=16))
+    ChunkedTopKCompressor(k=16)
     """
 
     chunk: int = 4096
@@ -140,7 +140,6 @@ class ChunkedTopKCompressor(Clipping, Compressor):
 
     block = 1  # no padding: zeros are decoded as the mean of their bin, wherever they are
     keeps_gradient = True
-    unstated: ClassVar[Mapping[str, Any]] = {**Clipping.unstated, "exchange": "allgather"}
 
     def __post_init__(self) -> None:
         validate.whole(self, "chunk", low=32, high=1 << 20)

@@ -47,7 +47,7 @@ class Tiles:
         return self.height * self.width
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class DeMoCompressor(Clipping, Compressor):
     """Sends the largest components of the momentum, transformed tile by tile (Peng et al. 2024).
 
@@ -82,7 +82,7 @@ class DeMoCompressor(Clipping, Compressor):
         ValueError: a hyper-parameter is out of range.
 
     >>> DeMoCompressor()
-    DeMoCompressor(chunk=64, k=32, beta=0.999, values='float32', signed=True)
+    DeMoCompressor(chunk=64, k=32, beta=0.999, values='float32', signed=True, max_norm=None)
     """
 
     chunk: int = 64

@@ -14,7 +14,7 @@ from hvd_gradcomp.core.compressor import Context, Program, State
 from hvd_gradcomp.ops import Ops, Tensor
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class DGCCompressor(MomentumCorrected):
     """DGC: sends the largest accumulated velocities of each layer (Lin et al. 2018).
 

@@ -20,13 +20,13 @@ class EGCState(NamedTuple):
     """State of one bucket."""
 
     memory: Memory  # r, and u with momentum; rank-local
-    ladder: CapacityState  # replicated
+    capacity: CapacityState  # replicated
     sent: Tensor  # int64 [layers], elements that this rank has sent so far
     hint: Tensor  # float32 [layers], magnitude to search from in the next step; rank-local
     quota: Tensor  # int64 [layers], elements to send of each layer; rank-local
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class EGCCompressor(MomentumCorrected):
     """EGC: sends the `n * H / K` largest elements of each layer (Kuang et al. 2019, IV.A).
 
@@ -102,7 +102,7 @@ class EGCCompressor(MomentumCorrected):
 
     def report(self, layout: Layout, state: EGCState, steps: int, since: int = 0) -> Report:
         report = super().report(layout, state, steps, since)
-        return report._replace(rung_changes=int(state.ladder.changes))
+        return report._replace(rung_changes=int(state.capacity.changes))
 
     def init(self, ops: Ops, layout: Layout) -> EGCState:
         memory, schedule, sent, hint = super().init(ops, layout)

@@ -9,7 +9,7 @@ from hvd_gradcomp.codecs.topk import count_of
 from hvd_gradcomp.core import validate
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class GradientDroppingCompressor(ResidualTopK):
     """Gradient dropping: sends the model's largest elements (Aji and Heafield 2017, Algorithm 1).
 
@@ -40,7 +40,7 @@ class GradientDroppingCompressor(ResidualTopK):
         ValueError: a hyper-parameter is out of range.
 
     >>> GradientDroppingCompressor()
-    GradientDroppingCompressor(ratio=0.99, index_coding='delta')
+    GradientDroppingCompressor(ratio=0.99, index_coding='delta', max_norm=None, values='float32')
     """
 
     ratio: float = 0.99

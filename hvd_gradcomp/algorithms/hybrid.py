@@ -15,7 +15,7 @@ from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.kernel_params import Rule
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class HybridCompressor(ThresholdCompressor):
     """Hybrid: sends a threshold for large and unambiguous elements (Tsuzuku et al. 2018).
 
@@ -44,8 +44,8 @@ class HybridCompressor(ThresholdCompressor):
     Raises:
         ValueError: a hyper-parameter is out of range.
 
-    >>> HybridCompressor()
-    HybridCompressor(tau=0.1, alpha=2.0, zeta=0.999, moments='auto')
+    >>> print(HybridCompressor(tau=0.05))
+    HybridCompressor(tau=0.05)
     """
 
     tau: float = 0.1
@@ -57,7 +57,6 @@ class HybridCompressor(ThresholdCompressor):
     index_coding: str = "word"
 
     uses_moments = True
-    stated = frozenset({"alpha"})
 
     def __post_init__(self) -> None:
         validate.real(self, "tau", low=0)

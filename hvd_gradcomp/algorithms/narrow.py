@@ -51,7 +51,7 @@ class _NarrowCompressor(FeedbackCompressor):
         return key if self.rounding == "stochastic" else None
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class BF16Compressor(_NarrowCompressor):
     """bfloat16 on the wire, sums in float32.
 
@@ -71,7 +71,7 @@ class BF16Compressor(_NarrowCompressor):
         ValueError: a hyper-parameter is out of range.
 
     >>> BF16Compressor()
-    BF16Compressor(rounding='nearest', exchange='auto', feedback=False, seed=0)
+    BF16Compressor(rounding='nearest', exchange='auto', feedback=False, seed=0, max_norm=None)
     """
 
     rounding: str = "nearest"
@@ -111,7 +111,7 @@ class BF16Compressor(_NarrowCompressor):
         return ops.add_bfloat16(base, scratch, payload["codes"], weights)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class FP8Compressor(_NarrowCompressor):
     """8-bit floats (e4m3: 4 bits of exponent, 3 of mantissa) on the wire, sums in float32.
 
@@ -131,8 +131,8 @@ class FP8Compressor(_NarrowCompressor):
     Raises:
         ValueError: a hyper-parameter is out of range.
 
-    >>> FP8Compressor()
-    FP8Compressor(block_size=256, power_of_two=False, exchange='auto', feedback=False)
+    >>> print(FP8Compressor(power_of_two=True))
+    FP8Compressor(power_of_two=True)
     """
 
     block_size: int = 256
@@ -169,7 +169,7 @@ class FP8Compressor(_NarrowCompressor):
         return ops.add_floats(row_groups, base, scratch, codes, unit, 8, weights)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Int8Compressor(_NarrowCompressor, LevelsCompressor):
     """8-bit integers on the wire, sums in float32.
 
@@ -189,8 +189,8 @@ class Int8Compressor(_NarrowCompressor, LevelsCompressor):
     Raises:
         ValueError: a hyper-parameter is out of range.
 
-    >>> Int8Compressor()
-    Int8Compressor(block_size=256, rounding='nearest', exchange='auto', feedback=False, seed=0)
+    >>> print(Int8Compressor(feedback=True))
+    Int8Compressor(feedback=True)
     """
 
     block_size: int = 256

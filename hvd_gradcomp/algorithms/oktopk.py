@@ -31,7 +31,7 @@ class OkTopKState(NamedTuple):
     hint: Tensor  # float32 [1], magnitude to search from in the next step; rank-local
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class OkTopKCompressor(Clipping, Compressor):
     """Top-k of which each rank owns a region: it adds up and chooses again (Li and Hoefler 2022).
 
@@ -78,7 +78,7 @@ class OkTopKCompressor(Clipping, Compressor):
         ValueError: a hyper-parameter is out of range.
 
     >>> OkTopKCompressor()
-    OkTopKCompressor(density=0.01, values='float32', exchange='auto', slack=1.25)
+    OkTopKCompressor(density=0.01, values='float32', exchange='auto', slack=1.25, max_norm=None)
     """
 
     density: float = 0.01

@@ -12,7 +12,7 @@ from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Ops, Tensor
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class OneBitCompressor(FeedbackCompressor):
     """1-bit SGD: sends signs and two means for each column (Seide et al. 2014).
 
@@ -40,7 +40,7 @@ class OneBitCompressor(FeedbackCompressor):
         ValueError: a hyper-parameter is out of range.
 
     >>> OneBitCompressor()
-    OneBitCompressor(exchange='auto')
+    OneBitCompressor(exchange='auto', max_norm=None)
     """
 
     exchange: str = "auto"

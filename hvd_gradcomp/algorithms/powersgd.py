@@ -21,7 +21,7 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class PowerSGDCompressor(FactorCompressor):
     """Sends two thin factors of each layer's matrix (Vogels et al. 2019, Algorithm 1).
 
@@ -49,7 +49,7 @@ class PowerSGDCompressor(FactorCompressor):
         ValueError: a hyper-parameter is out of range.
 
     >>> PowerSGDCompressor()
-    PowerSGDCompressor(rank=4, min_ratio=2.0, seed=0)
+    PowerSGDCompressor(rank=4, min_ratio=2.0, seed=0, max_norm=None)
     """
 
     def exchange_of(self, layout: Layout, ranks: int) -> Exchange:

@@ -17,7 +17,7 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class RandomKCompressor(Clipping, Compressor):
     """Sends one random element of each stretch of a layer (Stich et al. 2018, section 2).
 
@@ -43,7 +43,7 @@ class RandomKCompressor(Clipping, Compressor):
         ValueError: a hyper-parameter is out of range.
 
     >>> RandomKCompressor()
-    RandomKCompressor(density=0.0078125, feedback=True, seed=0)
+    RandomKCompressor(density=0.0078125, feedback=True, seed=0, max_norm=None)
     """
 
     density: float = 2.0**-7

@@ -38,7 +38,7 @@ class RobustState(NamedTuple):
     inner: Any
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Robust(Composite):
     """Robust aggregation of what a compressor sends; made by `robust`."""
 
@@ -54,9 +54,9 @@ class Robust(Composite):
         if self.inner.replicated or self.inner.uses_moments or self.inner.whole_model:
             raise ValueError(self._refused("ranks agree on what is sent"))
 
-    def __repr__(self) -> str:
+    def __str__(self) -> str:
         trim = f", trim={self.trim}" if self.rule == "trimmed" else ""
-        return f"robust({self.inner!r}, {self.rule!r}{trim})"
+        return f"robust({self.inner}, {self.rule!r}{trim})"
 
     def _refused(self, reason: str) -> str:
         return (
@@ -264,7 +264,7 @@ def robust(compressor: Compressor | None, rule: str = "clip", trim: int = 1) -> 
             payloads of a fixed size (agreed levels, sums, two shots, learning); when the optimizer
             is made: too few ranks for `trim`.
 
-    >>> robust(NoneCompressor(), "trimmed", trim=2)
+    >>> print(robust(NoneCompressor(), "trimmed", trim=2))
     robust(NoneCompressor(), 'trimmed', trim=2)
     """
     return Robust(part("robust", compressor), rule, trim)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from hvd_gradcomp.algorithms.sparse_gd import SparseGDCompressor
 from hvd_gradcomp.codecs.clipping import Clipping
@@ -29,7 +29,7 @@ class ScaleComState(NamedTuple):
     sent: Tensor  # int64 [layers], elements that this rank has sent so far
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class ScaleComCompressor(Clipping, Compressor):
     """CLT-k: all ranks send their values at the leader's top-k indices (Chen et al. 2020).
 
@@ -63,8 +63,8 @@ class ScaleComCompressor(Clipping, Compressor):
     Raises:
         ValueError: a hyper-parameter is out of range.
 
-    >>> ScaleComCompressor()
-    ScaleComCompressor(density=0.01, beta=1.0, index_coding='delta')
+    >>> print(ScaleComCompressor(density=0.02))
+    ScaleComCompressor(density=0.02)
     """
 
     density: float = 0.01
@@ -74,7 +74,6 @@ class ScaleComCompressor(Clipping, Compressor):
     values: str = "float32"
 
     replicated = frozenset({"sent"})
-    unstated: ClassVar[Mapping[str, Any]] = {**Clipping.unstated, "values": "float32"}
 
     def __post_init__(self) -> None:
         validate.real(self, "density", low=0, high=1, closed="]")

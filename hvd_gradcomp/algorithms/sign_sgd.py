@@ -12,7 +12,7 @@ from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Ops, Tensor
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class EFSignSGDCompressor(FeedbackCompressor):
     """Sends signs and one magnitude for each layer, with error feedback (2019, Algorithm 1).
 
@@ -36,7 +36,7 @@ class EFSignSGDCompressor(FeedbackCompressor):
         ValueError: a hyper-parameter is out of range.
 
     >>> EFSignSGDCompressor()
-    EFSignSGDCompressor(exchange='auto')
+    EFSignSGDCompressor(exchange='auto', max_norm=None)
     """
 
     exchange: str = "auto"

@@ -30,7 +30,7 @@ class ResidualTopK(TopKCompressor):
         return Residual(ops.put(memory.r, index, 0.0))
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class SparseGDCompressor(ResidualTopK):
     """Top-k that sends a fixed share of each layer (Aji and Heafield 2017, by layer).
 
@@ -60,7 +60,7 @@ class SparseGDCompressor(ResidualTopK):
         ValueError: a hyper-parameter is out of range.
 
     >>> SparseGDCompressor()
-    SparseGDCompressor(density=0.001, index_coding='delta')
+    SparseGDCompressor(density=0.001, index_coding='delta', max_norm=None, values='float32')
     """
 
     density: float = 0.001

@@ -15,7 +15,7 @@ from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.kernel_params import Rule
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class StromCompressor(ThresholdCompressor):
     """Strom's method: sends plus or minus a threshold where the residual exceeds it (Strom 2015).
 
@@ -39,7 +39,7 @@ class StromCompressor(ThresholdCompressor):
         ValueError: `tau` is not a positive number.
 
     >>> StromCompressor()
-    StromCompressor(tau=0.1)
+    StromCompressor(tau=0.1, max_norm=None, capacity='largest', index_coding='word')
     """
 
     tau: float = 0.1

@@ -66,7 +66,7 @@ class Ambiguity(NamedTuple):
         return Ambiguity(r, ops.accumulate(self.v, moment))
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class VarianceCompressor(ThresholdCompressor):
     """Variance-based compression: sends unambiguous elements (Tsuzuku et al. 2018, Algorithm 1).
 
@@ -104,8 +104,8 @@ class VarianceCompressor(ThresholdCompressor):
     Raises:
         ValueError: a hyper-parameter is out of range.
 
-    >>> VarianceCompressor(alpha=1.5)
-    VarianceCompressor(alpha=1.5, zeta=0.999, moments='auto', feedback_rounding=False)
+    >>> print(VarianceCompressor(alpha=1.5))
+    VarianceCompressor(alpha=1.5)
     """
 
     alpha: float = 2.0
@@ -117,7 +117,6 @@ class VarianceCompressor(ThresholdCompressor):
     index_coding: str = "word"
 
     uses_moments = True
-    stated = frozenset({"alpha"})
     quantizer = PowerOfTwo()
 
     def __post_init__(self) -> None:

@@ -99,7 +99,7 @@ class AfterState(NamedTuple):
     then: Any
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class After(Composite):
     """Two phases; made by `after`."""
 
@@ -114,8 +114,8 @@ class After(Composite):
     def children(self) -> dict[str, Compressor]:
         return {"first": self.first, "then": self.then}
 
-    def __repr__(self) -> str:
-        return f"after({self.steps}, {self.first!r}, {self.then!r})"
+    def __str__(self) -> str:
+        return f"after({self.steps}, {self.first}, {self.then})"
 
     @property
     def working(self) -> Compressor:
@@ -201,7 +201,7 @@ def after(steps: int, first: Compressor | None, then: Compressor | None) -> Comp
         TypeError: a phase is not a compressor; a partition is none either, but its compressors
             may have phases.
 
-    >>> after(200, None, NoneCompressor())
+    >>> print(after(200, None, NoneCompressor()))
     after(200, NoneCompressor(), NoneCompressor())
     """
     return After(steps, part("after: a phase", first), part("after: a phase", then))

@@ -243,15 +243,10 @@ def _current(root: Path) -> tuple[str, str]:
         text = (root / _CURRENT).read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint in {root}") from None
-    if re.fullmatch(b"[0-9a-f]{32}", text):
-        raise CheckpointError(
-            "it was saved without checksums, by an earlier version of hvd_gradcomp, and whether it "
-            "is damaged cannot be told. Go on with that version, or begin anew"
-        )
-    found = re.fullmatch(b"([0-9a-f]{32}) ([0-9a-f]{64})", text)
-    if found is None:
+    pointer = re.fullmatch(b"([0-9a-f]{32}) ([0-9a-f]{64})", text)
+    if pointer is None:
         raise CheckpointError(f"{_CURRENT} is damaged, or no checkpoint")
-    version, digest = found.groups()
+    version, digest = pointer.groups()
     return version.decode(), digest.decode()
 
 

@@ -7,9 +7,7 @@ steps. So methods that keep a residual can limit what goes into it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any, ClassVar
+from typing import Any
 
 from hvd_gradcomp.codecs.deterministic_sum import sum_of_layers
 from hvd_gradcomp.core import validate
@@ -18,26 +16,9 @@ from hvd_gradcomp.ops import Ops, Tensor
 
 
 class Clipping:
-    """Mixin for compressors with `max_norm`, a field of their dataclass.
+    """Mixin for compressors with `max_norm`, a field of their dataclass."""
 
-    `repr` omits fields that have their value in `unstated`: the digest of states and payloads is
-    made from `repr` and stays the same as without the field.
-    """
-
-    unstated: ClassVar[Mapping[str, Any]] = {"max_norm": None}
     max_norm: float | None = None
-
-    def __repr__(self) -> str:
-        shown = [
-            f"{field.name}={getattr(self, field.name)!r}"
-            for field in fields(self)  # type: ignore[arg-type]
-            if field.repr
-            and not (
-                field.name in self.unstated
-                and getattr(self, field.name) == self.unstated[field.name]
-            )
-        ]
-        return f"{type(self).__qualname__}({', '.join(shown)})"
 
     def validate_max_norm(self) -> None:
         """Raise a ValueError unless `max_norm` is None or a positive number."""

@@ -35,7 +35,7 @@ class Matrix(NamedTuple):
     rank: int
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class FactorCompressor(Clipping, Compressor):
     """Base of the two methods; see their classes for the arguments."""
 

@@ -31,7 +31,7 @@ class SparseState(NamedTuple):
     """State of one bucket: 4 bytes for each element and field of `memory`, and a few scalars."""
 
     memory: Memory  # NamedTuple of float32 [size], rank-local
-    ladder: CapacityState  # replicated
+    capacity: CapacityState  # replicated
     sent: Tensor  # int64 [layers], elements that this rank has sent so far
 
 
@@ -85,7 +85,7 @@ class SparseCompressor(Clipping, Compressor):
             kernel supports them. A class that overrides one of these does not inherit the rule.
     """
 
-    replicated = frozenset({"ladder"})
+    replicated = frozenset({"capacity"})
     rule: Any = None
     kernel_methods: ClassVar[frozenset[str]] = frozenset()
 
@@ -239,8 +239,8 @@ def program(inputs: StepInputs) -> Program:
     """
     ops, context, state = inputs.ops, inputs.context, inputs.state
     schedule = inputs.codec.capacity_schedule(context.layout, context.size)
-    level, capacity = schedule.next_level(ops, state.ladder)
-    inputs = inputs._replace(state=state._replace(ladder=capacity))
+    level, capacity = schedule.next_level(ops, state.capacity)
+    inputs = inputs._replace(state=state._replace(capacity=capacity))
     if not schedule.summed:
         return (yield from allgather(level, inputs))
     top = level._replace(dense=True, summed=True)
@@ -264,7 +264,7 @@ def allgather(level: CapacityLevel, inputs: StepInputs) -> Program:
     )
     weights = patterns.weights_of(ops, context, header)
     total = codec.decode_sum(ops, context.layout, Payloads(level, bodies, weights), gradient)
-    return total, state._replace(ladder=patterns.needing(ops, state.ladder, header))
+    return total, state._replace(capacity=patterns.needing(ops, state.capacity, header))
 
 
 def summed(level: CapacityLevel, inputs: StepInputs) -> Program:
@@ -284,7 +284,7 @@ def summed(level: CapacityLevel, inputs: StepInputs) -> Program:
     weight, body = weights[context.rank : context.rank + 1], ops.reshape(encoded.body, (1, -1))
     x = codec.decode_sum(ops, context.layout, Payloads(level, body, weight), gradient)
     total = patterns.check_sum(ops, (yield from patterns.allreduce_bucket(ops, context, x)))
-    return total, state._replace(ladder=patterns.needing(ops, state.ladder, header))
+    return total, state._replace(capacity=patterns.needing(ops, state.capacity, header))
 
 
 def _encoded(

@@ -16,9 +16,8 @@ A method implements `select_mask` and `commit`, and names a quantizer. A step's 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 from hvd_gradcomp.codecs.compaction import SentElements, select
 from hvd_gradcomp.codecs.elias_fano import EliasFano, low_bits
@@ -32,7 +31,7 @@ from hvd_gradcomp.codecs.sparse import (
     StepInputs,
 )
 from hvd_gradcomp.core import patterns, validate, wire
-from hvd_gradcomp.core.capacity import PACES, CapacitySchedule
+from hvd_gradcomp.core.capacity import POLICIES, CapacitySchedule
 from hvd_gradcomp.core.compressor import Context, Report, State, derived
 from hvd_gradcomp.core.cost_model import most_gathered
 from hvd_gradcomp.core.layout import Layout
@@ -49,16 +48,11 @@ class ThresholdCompressor(SparseCompressor):
     """Base of the family; see the head of this file.
 
     Attributes:
-        capacity: how the capacity follows demand; a key of `capacity.PACES`.
+        capacity: how the capacity follows demand; a key of `capacity.POLICIES`.
         index_coding: code of the indices; one of `INDEX_CODINGS`.
     """
 
     rule: Rule | None = None
-    unstated: ClassVar[Mapping[str, Any]] = {
-        **SparseCompressor.unstated,
-        "capacity": "largest",
-        "index_coding": "word",
-    }
     capacity: str = "largest"
     index_coding: str = "word"
     kernel_methods = frozenset({"select_mask", "commit", "quantizer"})
@@ -89,20 +83,20 @@ class ThresholdCompressor(SparseCompressor):
         """Return the capacities for words; above them a dense level or an allreduce is cheaper."""
         side = int(wire.body_bytes(self.quantizer.side_parts(layout)))
         room = most_gathered(4.0 * layout.elements, ranks) - side
-        places, pace = self._dense_bytes(layout), PACES[self.capacity]
+        places, policy = self._dense_bytes(layout), POLICIES[self.capacity]
         if places > room:
             top = _slots(self, layout, int(room)) + 1
-            return CapacitySchedule.up_to(top, summed=True, pace=pace)
-        return CapacitySchedule.up_to(_slots(self, layout, places), pace=pace)
+            return CapacitySchedule.up_to(top, summed=True, policy=policy)
+        return CapacitySchedule.up_to(_slots(self, layout, places), policy=policy)
 
     def validate_payload(self) -> None:
         """Raise `ValueError` if `capacity` or `index_coding` is not one of its values."""
-        validate.one_of(self, "capacity", tuple(PACES))
+        validate.one_of(self, "capacity", tuple(POLICIES))
         validate.one_of(self, "index_coding", INDEX_CODINGS)
 
     def report(self, layout: Layout, state: State, steps: int, since: int = 0) -> Report:
         report = super().report(layout, state, steps, since)
-        return report._replace(rung_changes=int(state.ladder.changes))
+        return report._replace(rung_changes=int(state.capacity.changes))
 
     def parts(self, layout: Layout, level: CapacityLevel) -> dict[str, wire.Part]:
         """Return the parts of a payload's body at one level; `level.dense` is a Python bool."""

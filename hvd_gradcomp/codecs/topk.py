@@ -48,7 +48,7 @@ class TopKState(NamedTuple):
     """State of one bucket."""
 
     memory: Memory  # NamedTuple of float32 [size], rank-local
-    ladder: CapacityState  # replicated
+    capacity: CapacityState  # replicated
     sent: Tensor  # int64 [layers], elements that this rank has sent so far
     hint: Tensor  # float32 [groups], magnitude to search from in the next step; rank-local
 
@@ -62,7 +62,6 @@ class TopKCompressor(SparseCompressor):
         values: code of the values; a name in `values.VALUES`.
     """
 
-    unstated: ClassVar[Mapping[str, Any]] = {**SparseCompressor.unstated, "values": "float32"}
     reset_on_merge = frozenset({"hint"})
     rule: Collecting | None = None
     kernel_methods = frozenset(

@@ -3,7 +3,7 @@
 Horovod renegotiates whenever a size changes, and NCCL gathers unequal sizes by one broadcast per
 rank. So a payload has a fixed capacity that all ranks share. Every header says how many elements
 its rank should have sent; all ranks read all headers, so all move to the same level
-(`CapacityState.rung`) without another message: up as soon as one rank needs it; down when no rank
+(`CapacityState.level`) without another message: up as soon as one rank needs it; down when no rank
 has needed it for `patience` steps, to the highest level needed in that time. Elements that do not
 fit stay in the state.
 
@@ -32,7 +32,7 @@ PATIENCE = 16
 _LOWEST = 16
 
 
-class Pace(NamedTuple):
+class CapacityPolicy(NamedTuple):
     """How a capacity follows what is needed."""
 
     patience: int  # steps that a level is kept for after it was needed last
@@ -44,15 +44,15 @@ class Pace(NamedTuple):
         return needed - needed // self.waits if self.waits else needed
 
 
-PACES = {"largest": Pace(PATIENCE, 4), "latest": Pace(1, 16, 4)}
+POLICIES = {"largest": CapacityPolicy(PATIENCE, 4), "latest": CapacityPolicy(1, 16, 4)}
 
 
 class CapacityState(NamedTuple):
     """Current level and its history, equal on all ranks; scalars on the host."""
 
-    rung: Tensor  # int64 []
-    calm: Tensor  # int64 [] steps since a level this high was needed
-    peak: Tensor  # int64 [] the highest level needed in these steps
+    level: Tensor  # int64 []
+    steps_unneeded: Tensor  # int64 [] steps since a level this high was needed
+    highest: Tensor  # int64 [] the highest level needed in these steps
     needed: Tensor  # int64 [] the most elements that a rank wanted in the last step
     changes: Tensor  # int64 [] steps whose level differed from the previous step's
 
@@ -63,18 +63,21 @@ class CapacitySchedule:
     Args:
         capacities: ascending. A single one means payloads of a fixed size.
         summed: whether the dense level is a sum.
-        pace: how it follows what is needed.
+        policy: how it follows what is needed.
     """
 
     def __init__(
-        self, capacities: Sequence[int], summed: bool = False, pace: Pace = PACES["largest"]
+        self,
+        capacities: Sequence[int],
+        summed: bool = False,
+        policy: CapacityPolicy = POLICIES["largest"],
     ) -> None:
-        self.capacities, self.summed, self.pace = tuple(capacities), summed, pace
+        self.capacities, self.summed, self.policy = tuple(capacities), summed, policy
         self.top = len(self.capacities)  # the dense level, if there is one
 
     @classmethod
     def up_to(
-        cls, top: int, summed: bool = False, pace: Pace = PACES["largest"]
+        cls, top: int, summed: bool = False, policy: CapacityPolicy = POLICIES["largest"]
     ) -> CapacitySchedule:
         """Make some levels per octave, below the capacity from which the dense level is cheaper.
 
@@ -84,9 +87,10 @@ class CapacitySchedule:
         capacities: list[int] = []
         octave = _LOWEST
         while octave < top:
-            capacities += [octave + octave * i // pace.per_octave for i in range(pace.per_octave)]
+            levels = policy.per_octave
+            capacities += [octave + octave * i // levels for i in range(levels)]
             octave *= 2
-        return cls([c for c in capacities if c < top], summed, pace)
+        return cls([c for c in capacities if c < top], summed, policy)
 
     def init(self, ops: Ops, level: int | None = None) -> CapacityState:
         """Return the initial state, at the middle level.
@@ -97,35 +101,36 @@ class CapacitySchedule:
             level: level to start at instead, for the first step only; the second step has the
                 capacity that the first needed.
         """
-        latest = self.pace.patience - 2
-        start, calm = (self.top // 2, 0) if level is None else (level, latest)
-        calm = min(calm, latest)  # so that no pace leaves it before the first step
+        latest = self.policy.patience - 2
+        start, steps_unneeded = (self.top // 2, 0) if level is None else (level, latest)
+        # No policy may leave the level before the first step.
+        steps_unneeded = min(steps_unneeded, latest)
         zeros = [ops.host(0) for _ in CapacityState._fields[2:]]
-        return CapacityState(ops.host(start), ops.host(calm), *zeros)
+        return CapacityState(ops.host(start), ops.host(steps_unneeded), *zeros)
 
     def next_level(self, ops: Ops, state: CapacityState) -> tuple[CapacityLevel, CapacityState]:
         """Return this step's level and the new state, from the ranks' demand in the last step.
 
         The state may come from a longer schedule: of fewer ranks, or of another phase.
         """
-        wanted, patience = self.pace.room_for(state.needed), self.pace.patience
+        demanded = state._replace(needed=self.policy.room_for(state.needed))
+        patience = self.policy.patience
         if ops.next_level is not None:
-            given = state._replace(needed=wanted)
-            numbers = ops.next_level(self.capacities, patience, given)
-            level, capacity, dense, calm, peak, changes = numbers
+            numbers = ops.next_level(self.capacities, patience, demanded)
+            level, capacity, dense, steps_unneeded, highest, changes = numbers
             return CapacityLevel(level, capacity, dense), CapacityState(
-                level, calm, peak, state.needed, changes
+                level, steps_unneeded, highest, state.needed, changes
             )
-        last, calm, peak, needed, changes = (ops.staged(x) for x in state._replace(needed=wanted))
-        last, peak = (ops.pick(x > self.top, self.top, x) for x in (last, peak))
+        last, steps_unneeded, highest, needed, changes = (ops.staged(x) for x in demanded)
+        last, highest = (ops.pick(x > self.top, self.top, x) for x in (last, highest))
         demand = ops.bisect(self.capacities, needed)
         below = demand < last
-        calm = ops.pick(below, calm + 1, 0)
-        peak = ops.pick(below, ops.pick(demand > peak, demand, peak), 0)
-        rested = calm >= patience
-        level = ops.pick(rested, peak, ops.pick(below, last, demand))
+        steps_unneeded = ops.pick(below, steps_unneeded + 1, 0)
+        highest = ops.pick(below, ops.pick(demand > highest, demand, highest), 0)
+        rested = steps_unneeded >= patience
+        level = ops.pick(rested, highest, ops.pick(below, last, demand))
         changes = ops.pick(level == last, changes, changes + 1)
-        calm, peak = ops.pick(rested, 0, calm), ops.pick(rested, 0, peak)
-        room = CapacityLevel(level, ops.choice((*self.capacities, 0), level), level == self.top)
-        level, calm, peak, changes = (ops.host(x) for x in (level, calm, peak, changes))
-        return room, CapacityState(level, calm, peak, state.needed, changes)
+        steps_unneeded, highest = ops.pick(rested, 0, steps_unneeded), ops.pick(rested, 0, highest)
+        chosen = CapacityLevel(level, ops.choice((*self.capacities, 0), level), level == self.top)
+        history = (ops.host(x) for x in (level, steps_unneeded, highest))
+        return chosen, CapacityState(*history, state.needed, ops.host(changes))

@@ -16,11 +16,11 @@ belongs to its rank.
 
 from __future__ import annotations
 
-import ast
 import inspect
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -96,14 +96,12 @@ class Compressor(ABC):
         max_bucket: the most elements that a bucket may have.
         native_dtypes: dtypes that it takes as they are; others are converted to float32 and back.
         whole_model: all layers share one bucket, so nothing is sent before the last gradient.
-        state_format: version of a saved state; changes when its tensors, or their meaning, change.
         runs: whether it has programs of its own; a partition only chooses among other compressors.
         compresses: whether it sends fewer bytes, or means to; warnings are for such methods.
         is_linear: whether it only sums gradients, or casts of them.
         uses_moments: whether `aggregate` takes `moment=`, the sum of squared sample gradients.
         keeps_gradient: whether its state may take over the gradient's memory, see `Context`, which
             saves it a walk over the bucket.
-        stated: names of hyper-parameters that messages and tables show even at their defaults.
         needs_execution_order: whether the compressor of a layer depends on the order in which the
             model uses its layers; see `of_layers`.
     """
@@ -116,14 +114,12 @@ class Compressor(ABC):
     max_bucket: int = 1 << 31
     native_dtypes: frozenset[str] = frozenset({"float32"})
     whole_model: bool = False
-    state_format: int = 1
     runs: bool = True
     compresses: bool = True
     is_linear: bool = False
     uses_moments: bool = False
     keeps_gradient: bool = False
     needs_execution_order: bool = False
-    stated: frozenset[str] = frozenset()
 
     def __init_subclass__(cls, registered: bool = True, **arguments: Any) -> None:
         """Register a method by its class name.
@@ -137,7 +133,14 @@ class Compressor(ABC):
 
     def __str__(self) -> str:
         """Return a short form for messages, without default arguments. `repr` has all of them."""
-        return brief(repr(self))
+        arguments = fields(self) if is_dataclass(self) else ()
+        values = [(x.name, getattr(self, x.name), x.default) for x in arguments]
+        shown = [
+            f"{name}={value if isinstance(value, Compressor) else repr(value)}"
+            for name, value, default in values
+            if value != default
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     @abstractmethod
     def init(self, ops: Ops, layout: Layout) -> State:
@@ -354,32 +357,6 @@ class Compressor(ABC):
             f"are. Change the import to `import hvd_gradcomp.{package} as hvd` and keep the rest. "
             f"Got {self}"
         )
-
-
-class _Brief(ast.NodeTransformer):
-    """AST transformer that drops compressor arguments equal to their defaults, unless `stated`."""
-
-    def visit_Call(self, node: ast.Call) -> ast.AST:
-        self.generic_visit(node)
-        name = getattr(node.func, "id", "")
-        kind = registry.known().get(name)
-        known = getattr(kind, "__dataclass_fields__", {})
-        stated = getattr(kind, "stated", ())
-        defaults = {k: repr(field.default) for k, field in known.items() if k not in stated}
-        node.keywords = [
-            keyword
-            for keyword in node.keywords
-            if defaults.get(keyword.arg or "") != ast.unparse(keyword.value)
-        ]
-        return node
-
-
-def brief(text: str) -> str:
-    """Return a compressor's `repr` without default arguments; return other texts unchanged."""
-    try:
-        return ast.unparse(_Brief().visit(ast.parse(text, mode="eval")))
-    except SyntaxError:
-        return text
 
 
 def _empty(state: State) -> bool:

@@ -97,10 +97,10 @@ def weights_of(ops: Ops, context: Context, header: wire.Header) -> Tensor:
     return ops.weigh(weight, header.intact)
 
 
-def needing(ops: Ops, ladder: CapacityState, header: wire.Header) -> CapacityState:
-    """Return the ladder with the capacity that the ranks needed in this step."""
+def needing(ops: Ops, capacity: CapacityState, header: wire.Header) -> CapacityState:
+    """Return the capacity state with the elements that a rank needed in this step."""
     needed = ops.stage(ops.max(header.wanted)) if header.needed is None else header.needed
-    return ladder._replace(needed=needed)
+    return capacity._replace(needed=needed)
 
 
 def from_leader(

@@ -1,15 +1,14 @@
 """Registry of methods: the number that each has on the wire, and those that other packages bring.
 
-A method is known by its class name. The byte in the header of its payloads is derived from that
-name: nobody picks a number, and it is the same on all ranks, whatever else they have imported. The
-methods of this package keep the numbers that they have always had; any other name gets one of 32 to
-255, by its CRC-32.
+A method is known by its class name. Its number in the header of payloads is the lower half of the
+name's CRC-32: nobody picks a number, and it is the same on all ranks, whatever else they have
+imported.
 
-224 numbers are few, so two names can get the same one. Even then no payload would be decoded by
-the wrong method, since the digest beside the number covers the compressor's whole `repr`; but the
-error for ranks with different methods would blame their hyper-parameters. So a clash is an error
-where the second class is defined, and so is a name that another class has. A class that is defined
-again in the same file, or in the same notebook, replaces the first.
+Two names can get the same number. Even then no payload would be decoded by the wrong method, since
+the digest beside the number covers the compressor's whole `repr`; but the error for ranks with
+different methods would blame their hyper-parameters. So a clash is an error where the second class
+is defined, and so is a name that another class has. A class that is defined again in the same file,
+or in the same notebook, replaces the first.
 
 An installed package declares its methods as entry points. The command line knows them by the name
 on the left, with their default settings:
@@ -32,45 +31,12 @@ from typing import Any
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 GROUP = "hvd_gradcomp.compressors"
-RESERVED = {  # never reused
-    "NoneCompressor": 1,
-    "FP16Compressor": 2,
-    "VarianceCompressor": 3,
-    "HybridCompressor": 4,
-    "StromCompressor": 5,
-    "SparseGDCompressor": 6,
-    "GradientDroppingCompressor": 7,
-    "DGCCompressor": 8,
-    "EGCCompressor": 9,
-    "QSGDCompressor": 10,
-    "TernGradCompressor": 11,
-    "OneBitCompressor": 12,
-    "ScaleComCompressor": 13,
-    "MomentumAfter": 14,
-    "After": 15,
-    "Partition": 16,
-    "GradiVeQCompressor": 17,
-    "LGCCompressor": 18,
-    "BF16Compressor": 19,
-    "FP8Compressor": 20,
-    "Int8Compressor": 21,
-    "ChunkedTopKCompressor": 22,
-    "PowerSGDCompressor": 23,
-    "ACPSGDCompressor": 24,
-    "DeMoCompressor": 25,
-    "RandomKCompressor": 26,
-    "EFSignSGDCompressor": 27,
-    "SignumCompressor": 28,
-    "NaturalCompressor": 29,
-    "OkTopKCompressor": 30,
-}
-_FIRST, _END = 32, 256
 _known: dict[str, type[Any]] = {}
 
 
 def number_of(name: str) -> int:
-    """Return the byte that identifies a method in the header of a payload."""
-    return RESERVED.get(name) or _FIRST + zlib.crc32(name.encode()) % (_END - _FIRST)
+    """Return the 16 bits that identify a method in the header of a payload."""
+    return zlib.crc32(name.encode()) & 0xFFFF
 
 
 def register(cls: type[Any]) -> int:
@@ -91,11 +57,6 @@ def register(cls: type[Any]) -> int:
         )
     _known[name] = cls
     return number
-
-
-def published() -> list[str]:
-    """Return the class names of this package's methods, without the one that compresses nothing."""
-    return [name for name in RESERVED if name.endswith("Compressor") and name != "NoneCompressor"]
 
 
 def known() -> dict[str, type[Any]]:

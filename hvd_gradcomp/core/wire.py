@@ -2,7 +2,7 @@
 
 The header is eight little-endian 32-bit words:
 
-    0  "G", "C", format version, algorithm      (one byte each; `registry` has the last)
+    0  "G", format version (a byte each), number of the method (two bytes; see `registry`)
     1  digest of the layout and of the compressor's hyper-parameters
     2  step, modulo 2**32
     3  capacity level of the body
@@ -26,7 +26,7 @@ from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
 from hvd_gradcomp.ops.interface.header import Field, ReductionSpec
 
 _PLAIN = ReductionSpec()
-MAGIC = (ord("G"), ord("C"))
+MAGIC = ord("G")
 VERSION = 1
 HEADER_BYTES = 32
 ITEMSIZE = {"bytes": 1, "uint8": 1, "int8": 1, "float16": 2, "float32": 4, "uint32": 4, "int64": 8}
@@ -57,9 +57,9 @@ ANY_NOT_FINITE = NOT_FINITE.replace(
 _OTHER_SIZE = "rank {ranks} uses another payload size; load the same checkpoint on all ranks"
 _FIELDS = {  # of a header, by the error message if they are not as expected
     DAMAGED: None,
-    _FOREIGN: Field(0, 0, 16),
-    _OTHER_VERSION: Field(0, 16, 8),
-    _OTHER_ALGORITHM: Field(0, 24, 8),
+    _FOREIGN: Field(0, 0, 8),
+    _OTHER_VERSION: Field(0, 8, 8),
+    _OTHER_ALGORITHM: Field(0, 16, 16),
     _OTHER_MODEL: Field(1),
     OTHER_STEP: Field(2),
     _OTHER_SIZE: Field(3),
@@ -182,7 +182,7 @@ def pack_all(ops: Ops, header: Header, bodies: Sequence[Sequence[Tensor]]) -> Te
 
 
 def _words(header: Header) -> tuple[Any, ...]:
-    tag = MAGIC[0] | MAGIC[1] << 8 | VERSION << 16 | header.algorithm << 24
+    tag = MAGIC | VERSION << 8 | header.algorithm << 16
     return tag, header.digest, header.step, header.level, header.sent, header.wanted
 
 
@@ -233,7 +233,7 @@ def _expecting(
 ) -> tuple[Tensor, int, list[Field], tuple[Any, ...]]:
     """Return the arguments of `Ops.examine`."""
     numbers = (
-        MAGIC[0] | MAGIC[1] << 8,
+        MAGIC,
         VERSION,
         expected.algorithm,
         expected.digest,

@@ -104,7 +104,7 @@ def smaller(size: int) -> Smaller:
     return rule
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Partition(Compressor):
     """Compressors for each layer, by rules; made by `partition`."""
 
@@ -119,8 +119,8 @@ class Partition(Compressor):
                 "of them the same moments="
             )
 
-    def __repr__(self) -> str:
-        return f"partition([{', '.join(f'({r!r}, {c!r})' for r, c in self.rules)}])"
+    def __str__(self) -> str:
+        return f"partition([{', '.join(f'({rule!r}, {c})' for rule, c in self.rules)}])"
 
     @property
     def _sources(self) -> set[str]:
@@ -225,7 +225,7 @@ def partition(
         ValueError: there are no rules. When the optimizer is made: a rule matches no layer; two
             match one layer with different compressors; no rule matches a layer.
 
-    >>> partition([(role("bias", "norm"), None), ("*", NoneCompressor())])
+    >>> print(partition([(role("bias", "norm"), None), ("*", NoneCompressor())]))
     partition([(role('bias', 'norm'), NoneCompressor()), ('*', NoneCompressor())])
     """
     pairs = list(rules.items() if isinstance(rules, Mapping) else rules)

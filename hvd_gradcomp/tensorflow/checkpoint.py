@@ -424,7 +424,7 @@ def _restored_exchange(
     mode: str,
     size_then: int,
 ) -> list[tuple[Any, Any]]:
-    rank, hosts = reducer.process_set.rank(), saved.get("hosts")
+    rank, hosts = reducer.process_set.rank(), saved["hosts"]
     if mode == "sharded":
         schema.check_hosts(hosts, _hosts(reducer))
     size, holders = reducer.participants.rank_and_size[1], hosts or size_then

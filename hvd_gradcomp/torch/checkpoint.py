@@ -116,7 +116,7 @@ def load(reducer: Reducer, saved: dict[str, Any]) -> None:
     layouts = [bucket.layout for bucket in reducer.buckets]
     schema.check_exchange(saved, planner.compressor, layouts)
     rank, size = process_set.rank(), process_set.size()
-    sharded, hosts = saved["mode"] == "sharded", saved.get("hosts")
+    sharded, hosts = saved["mode"] == "sharded", saved["hosts"]
     if sharded:
         schema.check_hosts(hosts, place and place.hosts)
         if saved["size"] != size:
@@ -130,10 +130,9 @@ def load(reducer: Reducer, saved: dict[str, Any]) -> None:
         )
     else:
         shares = 1 if sharded else saved["size"]  # each rank goes on from the mean
-        gathered = saved.get("gathered", {})  # older states have none
         reducer.traffic.totals = (
             [count // shares for count in saved["counters"]],
-            {name: count // shares for name, count in gathered.items()},
+            {name: count // shares for name, count in saved["gathered"].items()},
         )
     size = participants.rank_and_size[1]
     # An owner is a rank among those that exchange: with hosts, another's state has none.

@@ -47,7 +47,7 @@ def load(run: Reducer, saved: dict[str, Any]) -> None:
     if saved["size"] != size:
         raise CheckpointError(schema.other_size(saved["size"], size, _AS_IT_WAS))
     schema.check_hosts(
-        saved.get("hosts"),
+        saved["hosts"],
         place and place.hosts,
         "Resume with the same hierarchical=, or load parameters alone",
     )
@@ -85,6 +85,6 @@ def load(run: Reducer, saved: dict[str, Any]) -> None:
         bucket.state = state
     run.steps = saved["steps"]
     if saved["rank"] == rank:
-        run.traffic.totals = saved["counters"], saved.get("gathered", {})  # older states have none
+        run.traffic.totals = saved["counters"], saved["gathered"]
     if not planner.ordered:
         planner.order = list(saved["order"])

@@ -107,8 +107,7 @@ def _outcome(target: Target, folder: Path, where: str, attack: str, saved: str, 
     return Input(where, attack, outcome, said, case=case)
 
 
-# A pointer may be gone, or cut to what an earlier version wrote.
-_NAMED = ("current", "manifest", "shared", "rank-", "there is no checkpoint", "without checksums")
+_NAMED = ("current", "manifest", "shared", "rank-", "there is no checkpoint")
 
 
 def _version(folder: Path) -> Path:

@@ -32,7 +32,7 @@ class FindingError(Exception):
 
 def reframed(data: np.ndarray, ops: TorchOps) -> np.ndarray:
     """Return a payload whose checksum is right again; unchanged if it has no header."""
-    if data.size < HEADER_BYTES or tuple(data[:2]) != MAGIC:
+    if data.size < HEADER_BYTES or data[0] != MAGIC:
         return data
     words = data[:HEADER_BYTES].copy().view(np.uint32)
     known = torch.from_numpy(words[:7].astype(np.int64))
@@ -49,7 +49,7 @@ def forged(data: np.ndarray, wish: bytes) -> np.ndarray:
         wish: the first byte says how; its second bit writes over the counts of the header.
     """
     made, start = data.copy(), 0
-    has_header = data.size >= HEADER_BYTES and tuple(data[:2]) == MAGIC
+    has_header = data.size >= HEADER_BYTES and data[0] == MAGIC
     if has_header:
         start = HEADER_BYTES
     how, rest = (wish[0], wish[1:]) if wish else (0, b"")

@@ -71,7 +71,7 @@ def test_advise(tmp_path: Path):
     said = json.loads(figures.read_text())
     assert (said["optimizer"], said["moments"], said["for_hosts"]) == ("AdamW", "sample", None)
     ways = [row["way"] for row in said["rows"]]
-    assert ways[2:] == ["DGC(density=0.01, momentum=0.0)", "ScaleCom()", "Variance(alpha=2.0)"]
+    assert ways[2:] == ["DGC(density=0.01, momentum=0.0)", "ScaleCom()", "Variance()"]
     assert "DGC(density=0.01) cannot take AdamW's momentum over" in done.stderr
     told = " ".join(done.stdout.replace("[0]<stdout>:", "").split())
     assert "with per-sample moments, as the factory tracks them" in told

@@ -55,7 +55,7 @@ FOUND = {
     "one element": "after 8 steps parameter 4.weight on rank 1 is not what it is on rank 0",
     "sign of zero": "parameter 3.bias on rank 1",
     "while training": "after 10 steps parameter 4.weight on rank 1",
-    "rung": "state ladder.rung of bucket 0 (4.bias, 4.weight, 3.bias) on rank 1",
+    "level": "state capacity.level of bucket 0 (4.bias, 4.weight, 3.bias) on rank 1",
     "basis": "state basis of bucket 3 (0.weight) on rank 1",
     "verify_every": "verify_every must be a whole number of at least 0, got -1",
     "version": "wire format: 1 on rank 0, 2 on rank 1\nInstall the same versions",
@@ -76,7 +76,7 @@ FOUND_BY_TENSORFLOW = {
     "fit": "DivergedError: the ranks have diverged: after 4 steps parameter dense/bias on rank 1",
     "callback": "DivergedError: the ranks have diverged: after 4 steps parameter dense/bias",
     "tape": "DivergedError: the ranks have diverged: after 3 steps parameter Variable on rank 1",
-    "rung": "state ladder.rung of bucket 0 (dense/bias, dense/kernel) on rank 1",
+    "level": "state capacity.level of bucket 0 (dense/bias, dense/kernel) on rank 1",
     "version": "wire format: 1 on rank 0, 2 on rank 1\nInstall the same versions",
     "saved late": "nothing was raised",
 }

@@ -12,7 +12,7 @@ TWO_HOSTS = f"{LOOPBACK[0]}:2,{LOOPBACK[1]}:2"
 MESSAGES = {
     "process set": "leave process_set= out",
     "disagreeing": "hierarchical=True, nonfinite=None",
-    "diverged": "state ladder.rung of bucket 1",
+    "diverged": "state capacity.level of bucket 1",
     "forgotten": "rank 0, 1, 2, 3 has averaged none since the last exchange",
     "sharded elsewhere": "it was saved sharded with 2 hosts, here it is hierarchical=False",
 }

@@ -248,7 +248,6 @@ def test_only_what_runs_with_the_optimizer_is_measured():
 def test_usual_settings_are_those_that_people_train_with():
     """An alpha of 4.3 sent one element in 542 of noise, 7 to 50 times less than the advised 2."""
     assert options.usual()["variance"] == VarianceCompressor(alpha=2.0)
-    assert brief(options.usual()["variance"]) == "Variance(alpha=2.0)", "the setting is said"
 
 
 @pytest.mark.parametrize(("shared", "all_of_it"), [(3.0, True), (1.0, False), (None, False)])

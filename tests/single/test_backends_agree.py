@@ -223,17 +223,17 @@ def test_a_traced_encoder_sends_the_same_bytes(compressor, xla):
         assert body.numpy().tobytes() == encoded.body.numpy().tobytes()
         assert int(sent) == int(encoded.sent)
         state = state_after._replace(
-            ladder=state_after.ladder._replace(needed=eager.host(encoded.wanted))
+            capacity=state_after.capacity._replace(needed=eager.host(encoded.wanted))
         )
         traced_state = with_leaves(state, list(after))
-        traced_state = traced_state._replace(ladder=state.ladder)
+        traced_state = traced_state._replace(capacity=state.capacity)
     if not xla:
         assert len(traces) == 1, "a level must not retrace"
 
 
 def next_level(schedule, ops, state):
-    level, after = schedule.next_level(ops, state.ladder)
-    return level, state._replace(ladder=after)
+    level, after = schedule.next_level(ops, state.capacity)
+    return level, state._replace(capacity=after)
 
 
 @compiles_whole
@@ -242,7 +242,7 @@ def test_torch_compiles_the_encoder_whole(compressor):
     layout, ops = layout_for(compressor), TorchOps(static=True)
     ops.table(layout, "layer_of_block")
     state = compressor.init(ops, layout)
-    room, _ = compressor.capacity_schedule(layout).next_level(ops, state.ladder)
+    room, _ = compressor.capacity_schedule(layout).next_level(ops, state.capacity)
     world = World(compressor, ops, layout, 1)
     gradient = world.flat([torch.from_numpy(x) for x in split(gradients(4, 1, 1)[0, 0])])
 
@@ -312,7 +312,7 @@ def test_bytes_of_egc_follow_the_entropy(backend, coding):
         assert used[-1] >= (min(before, needed) if step else needed), "there was no room"
         if step > 20:
             assert used[-1] <= 1.25 * max(before, 16), "the room is larger than was needed"
-    assert len(set(used)) == 3 and int(world.states[0].ladder.changes) == 3
+    assert len(set(used)) == 3 and int(world.states[0].capacity.changes) == 3
 
 
 def test_context_is_a_value():

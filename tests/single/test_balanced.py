@@ -99,7 +99,7 @@ def test_nothing_is_lost(inner, values, seed, ranks, sizes, slack):
         first = dict(leaves(world.states[0]))
         for state in world.states[1:]:
             for path, x in leaves(state):
-                if path == "knots" or path.startswith("ladder."):
+                if path == "knots" or path.startswith("capacity."):
                     assert torch.equal(torch.as_tensor(x), torch.as_tensor(first[path]))
 
 
@@ -117,7 +117,7 @@ def test_owners_do_as_in_the_paper(seed, ranks, sizes, slack):
         drawn = gradients(world, random)
         sent = [one.step([g.clone()])[0].numpy() for one, g in zip(alone, drawn)]
         results = world.step(drawn)
-        level = int(world.states[0].ladder.rung)
+        level = int(world.states[0].capacity.level)
         if level == len(capacities):  # a sum of all moves fewer bytes
             whole = expected.residual + np.array(sent)
             total = sum(torch.from_numpy(x) for x in whole) / ranks
@@ -170,7 +170,7 @@ def test_fewer_bytes_than_by_allgather_from_8_ranks_on(inner, values):
             drawn = gradients(plain, random)
             plain.step([g.clone() for g in drawn])
             owned.step(drawn)
-        level = owned.states[0].ladder.rung
+        level = owned.states[0].capacity.level
         schedule = owned.compressor.schedule(owned.layout, ranks)
         moved[ranks] = bytes_of(owned)
         count = schedule.capacities[int(level)]
@@ -234,7 +234,7 @@ def test_a_consolidated_state_is_shared_by_other_ranks():
             saved[path] = torch.stack(parts).sum(0)
     fresh = world_of(compressor, [300], 2)
     start = {path: x for path, x in leaves(fresh.states[0]) if path in compressor.reset_on_merge}
-    assert {"hint", "inner.ladder.rung", "inner.ladder.needed"} <= set(start)
+    assert {"hint", "inner.capacity.level", "inner.capacity.needed"} <= set(start)
     origin = Origin(4, "consolidated", 0, 3)
     for rank in range(2):
         fresh.states[rank] = restore(

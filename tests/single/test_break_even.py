@@ -310,7 +310,7 @@ def test_a_state_goes_on_among_other_ranks(compressor, few, many):
             totals = world.step(gradients, **extra)
             assert moved(world) <= dense(world) + headers(world)
             assert all(torch.equal(total, totals[0]) for total in totals)
-            levels = {int(state.ladder.rung) for state in world.states}
+            levels = {int(state.capacity.level) for state in world.states}
             assert levels <= set(range(compressor.capacity_schedule(layout, many).top + 1))
 
 

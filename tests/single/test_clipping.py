@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields, replace
 
 import numpy as np
@@ -93,12 +92,9 @@ def test_every_method_with_a_residual_has_it():
 
 
 @pytest.mark.parametrize("compressor", WITH_CLIPPING, ids=str)
-def test_what_is_not_clipped_is_called_as_before(compressor):
-    assert "max_norm" not in repr(compressor)
+def test_it_is_shown_where_it_clips(compressor):
     limited = replace(compressor, max_norm=2.0)
-    later = r", (capacity|index_coding)='(latest|elias_fano)'"  # fields behind it, where shown
-    plain, shown = (re.sub(later, "", repr(c)) for c in (compressor, limited))
-    assert shown == plain[:-1] + ", max_norm=2.0)"
+    assert "max_norm" not in str(compressor) and "max_norm=2.0" in str(limited)
     assert limited.digest(layout_of(compressor)) != compressor.digest(layout_of(compressor))
     for wrong in (0, -1.0, float("nan"), "1"):
         with pytest.raises((ValueError, TypeError), match="max_norm"):

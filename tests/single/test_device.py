@@ -161,7 +161,7 @@ def test_calls_do_not_grow_with_layers(compressor):
         ops = TorchOps(static=True)
         state = compressor.init(ops, layout)
         gradient = torch.randn(layout.size)
-        room, _ = compressor.capacity_schedule(layout).next_level(ops, state.ladder)
+        room, _ = compressor.capacity_schedule(layout).next_level(ops, state.capacity)
         encode_step(compressor, ops, layout, room, 0, gradient.clone(), state)
         with Operators() as seen:
             encode_step(compressor, ops, layout, room, 0, gradient, state)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import hvd_gradcomp
 from docs import follow
-from hvd_gradcomp.core import registry
 from hvd_gradcomp.runtime.program_runner import Transport
 from hvd_gradcomp.torch.comm.backend import Backend
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
@@ -216,9 +216,10 @@ def test_numbers_may_differ_and_words_may_not(tmp_path):
     assert follow.follow([page], tmp_path) == []
 
 
-def test_the_number_of_methods_is_that_of_the_registry():
+def test_the_number_of_methods_is_that_of_the_package():
     """Wherever a page counts them."""
-    count = len(registry.published())
+    names = {name for name in hvd_gradcomp.__all__ if name.endswith("Compressor")}
+    count = len(names - {"Compressor", "NoneCompressor"})
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     number = r"(\d+|[Tt]hirteen|[Tt]wenty(?:-\w+)?|[Tt]hirty(?:-\w+)?)"
     pattern = re.compile(rf"\b{number} (?:published )?methods\b|^\| methods \| (\d+)", re.MULTILINE)

@@ -35,7 +35,7 @@ def test_constructible_without_arguments(cls):
 
 @pytest.mark.parametrize("compressor", EVERY + LEARNED, ids=repr)
 def test_a_value(compressor):
-    again = eval(repr(compressor), vars(hvd_gradcomp))
+    again = eval(str(compressor), vars(hvd_gradcomp))
     assert again == compressor and hash(again) == hash(compressor)
     assert pickle.loads(pickle.dumps(compressor)) == compressor
     assert copy.deepcopy(compressor) == compressor

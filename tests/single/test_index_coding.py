@@ -257,12 +257,6 @@ def test_indices_that_do_not_ascend_are_refused_and_nothing_is_lost(compressor):
         assert torch.equal(state.memory.r, r + gradient)
 
 
-def test_the_default_is_not_in_the_digest():
-    """So payloads and checkpoints of earlier versions are read."""
-    assert "index_coding" not in repr(StromCompressor())
-    assert repr(THRESHOLDS[1]).endswith("index_coding='elias_fano')")
-
-
 def test_it_is_refused_by_name():
     with pytest.raises(ValueError, match=r"index_coding.*'word', 'elias_fano'"):
         StromCompressor(index_coding="delta")

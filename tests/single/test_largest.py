@@ -69,7 +69,7 @@ def sent_by(world: World, rank: int) -> torch.Tensor:
 def level_of(world: World) -> CapacityLevel:
     """That of the last step, which was gathered."""
     capacities = world.compressor.capacities(world.layout)
-    number = min(int(world.states[0].ladder.rung), len(capacities) - 1)
+    number = min(int(world.states[0].capacity.level), len(capacities) - 1)
     return CapacityLevel(number, capacities[number], False)
 
 

@@ -280,7 +280,7 @@ def test_zero_gradients_send_nothing(compressor):
         totals = world.step([torch.zeros(layout.size) for _ in range(2)])
         assert not totals[0].any()
     assert int(world.states[0].sent.sum()) == 0
-    assert int(world.states[0].ladder.rung) == 0, "the room shrinks to the lowest level"
+    assert int(world.states[0].capacity.level) == 0, "the room shrinks to the lowest level"
 
 
 def test_what_is_cut_rotates():
@@ -289,12 +289,14 @@ def test_what_is_cut_rotates():
     layout = layout_of(((2000,),), compressor)
     for static in (False, True):
         world = World(compressor, TorchOps(static=static), layout, 1)
-        level = world.states[0].ladder.rung
+        level = world.states[0].capacity.level
         sent = torch.zeros(layout.size)
         for _ in range(60):
             state = world.states[0]  # hold the level: nobody ever says that it is too low
-            low = state.ladder._replace(rung=level, needed=torch.tensor(0), calm=torch.tensor(0))
-            world.states[0] = state._replace(ladder=low)
+            low = state.capacity._replace(
+                level=level, needed=torch.tensor(0), steps_unneeded=torch.tensor(0)
+            )
+            world.states[0] = state._replace(capacity=low)
             gradient = torch.zeros(layout.size)
             gradient[:2000] = 2.0
             sent += world.step([gradient])[0] != 0

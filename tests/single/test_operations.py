@@ -507,11 +507,12 @@ def test_both_choose_the_same_levels(capacities, state):
     schedule = CapacitySchedule(capacities)
     given_ = CapacityState(*(tf.constant(x, tf.int64) for x in state))
     room, after = schedule.next_level(reference_ops(), given_)
-    level, capacity, dense, calm, peak, changes = TensorFlowOps()._climb(
+    level, capacity, dense, steps_unneeded, highest, changes = TensorFlowOps()._climb(
         capacities, PATIENCE, given_
     )
     assert (room.index, room.capacity, room.dense) == (level, capacity, dense)
-    assert (after.calm, after.peak, after.changes) == (calm, peak, changes)
+    assert (after.steps_unneeded, after.highest) == (steps_unneeded, highest)
+    assert after.changes == changes
 
 
 def few(shape):

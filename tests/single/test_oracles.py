@@ -71,7 +71,8 @@ def test_agrees_with_the_paper(case, static):
             waiting += 1
             world = World(compressor, TorchOps(static=static), layout, RANKS)
             world.states = [
-                s._replace(ladder=s.ladder._replace(needed=torch.tensor(200))) for s in world.states
+                s._replace(capacity=s.capacity._replace(needed=torch.tensor(200)))
+                for s in world.states
             ]
             oracles = [[oracle(n) for n in SIZES] for _ in range(RANKS)]
             continue

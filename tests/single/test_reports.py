@@ -283,7 +283,7 @@ def test_a_disk_that_stands_still_does_not_stop_the_training(opens, caplog, monk
 def test_changes_of_the_level_are_counted():
     schedule, ops = CapacitySchedule.up_to(10_000), TorchOps()
     state = schedule.init(ops)
-    levels = [int(state.rung)]
+    levels = [int(state.level)]
     for need in [5000] + [100] * 40 + [3000] * 3:
         level, state = schedule.next_level(ops, state._replace(needed=torch.tensor(need)))
         levels.append(level.index)

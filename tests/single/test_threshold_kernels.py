@@ -52,7 +52,7 @@ def gradients(generator, layout, world, scale, share):
 )
 @settings(deadline=None, max_examples=20)
 def test_kernels_match_reference_ops(compressor, moments, sizes, seed, ranks, scale, share, count):
-    """Six steps, in which the ladder goes up to the dense level and windows rotate."""
+    """Six steps, in which the capacity goes up to the dense level and windows rotate."""
     layout = layout_of(*sizes)
     fused, reference = (World(compressor, o, layout, ranks) for o in (TorchOps(), reference_ops()))
     with threads(count):

@@ -52,7 +52,7 @@ def test_only_replicated_state_is_compared():
     layout = Layout(("a", "b"), ((16,), (8, 4, 3, 3)))
     strom = StromCompressor(0.5)
     named_ = verify.replicated(2, strom, layout, strom.init(OPS, layout))
-    assert all(name.startswith("state ladder.") for name, _ in named_)
+    assert all(name.startswith("state capacity.") for name, _ in named_)
     assert named_[0][0].endswith("of bucket 2 (a, b)")
     gradiveq = GradiVeQCompressor(ratio=4)
     names = [n for n, _ in verify.replicated(0, gradiveq, layout, gradiveq.start(OPS, layout, 2))]

@@ -69,7 +69,7 @@ def test_tensorflow_finds_it_as_well():
     ("byte", "value", "message"),
     [
         (0, 0, "no hvd_gradcomp payload"),
-        (2, 99, "another wire format version"),
+        (1, 99, "another wire format version"),
         (3, 77, "another algorithm"),
         (5, 1, "another model or other hyper-parameters"),
         (8, 9, "another step"),

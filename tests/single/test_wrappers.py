@@ -87,7 +87,7 @@ def test_a_velocity_goes_on_in_the_next_phase():
 
 def test_phases_are_values():
     compressor = after(200, None, DGCCompressor(density=0.01))
-    assert eval(repr(compressor), vars(hvd_gradcomp)) == compressor
+    assert eval(str(compressor), vars(hvd_gradcomp)) == compressor
     with pytest.raises(ValueError, match="steps must be a whole number in"):
         after(0, None, None)
     assert after(5, None, VarianceCompressor()).uses_moments
@@ -137,7 +137,7 @@ def test_rules_choose():
     assert chosen["embedding.weight"] == strom
     assert chosen["encoder.0.weight"] == chosen["head.weight"] == dgc
     assert chosen["encoder.1.weight"] == chosen["head.bias"] == NoneCompressor()
-    assert eval(repr(compressor), vars(hvd_gradcomp)) == compressor
+    assert eval(str(compressor), vars(hvd_gradcomp)) == compressor
     buckets = plan(compressor, LAYERS, 1 << 20)
     assert {one for one, _ in buckets} == {dgc, strom, NoneCompressor()}
     names = [name for _, layout in buckets for name in layout.names]

@@ -105,7 +105,7 @@ def test_signs_and_what_is_not_finite_in_the_memory(compressor, device):
         ops = on(device, kernels)
         state = compressor.init(ops, layout)
         memory = state.memory._replace(r=r.clone().to(device))
-        level = compressor.capacity_schedule(layout).next_level(ops, state.ladder)[0]
+        level = compressor.capacity_schedule(layout).next_level(ops, state.capacity)[0]
         gradient = torch.zeros(layout.size, device=device)
         before = state._replace(memory=memory)
         encoded, after = encode_step(compressor, ops, layout, level, 3, gradient, before)
@@ -156,7 +156,7 @@ def test_no_index_is_trusted(coding, data, device):
     layout = layout_of(300, 200)
     ours, theirs = on(device, True), on(device, False)
     level = compressor.capacity_schedule(layout).next_level(
-        ours, compressor.init(ours, layout).ladder
+        ours, compressor.init(ours, layout).capacity
     )[0]
     ranks, capacity = data.draw(st.integers(1, 3)), compressor.capacity(layout)
     seed, finite = data.draw(st.integers(0, 2**32)), data.draw(st.booleans())
@@ -206,12 +206,12 @@ def test_quotas_share_the_room(first, device):
     ours, theirs = worlds(compressor, layout_of(2_000, 300, 1), 2, device)
     for world in (ours, theirs):
         low = world.ops.host(2), world.ops.host(20)
-        schedule = world.states[0].ladder._replace(rung=low[0], needed=low[1])
-        world.states = [state._replace(ladder=schedule) for state in world.states]
+        schedule = world.states[0].capacity._replace(level=low[0], needed=low[1])
+        world.states = [state._replace(capacity=schedule) for state in world.states]
         world.steps = first
     levels = []
     for step, kind in enumerate(["noise", "heavy", "noise"]):
         generator = torch.Generator().manual_seed(step)
         assert_step_alike(ours, theirs, drawn(generator, ours, 1.0, 1.0, kind))
-        levels.append(int(ours.states[0].ladder.rung))
+        levels.append(int(ours.states[0].capacity.level))
     assert levels[0] < levels[1]

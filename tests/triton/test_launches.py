@@ -75,10 +75,10 @@ def test_memory_is_asked_for_before_anything_is_launched(name, dense, monkeypatc
     compressor = METHODS[name][0]
     layout = Layout(LAYOUT.names, LAYOUT.shapes, block=compressor.block)
     state = compressor.init(ops, layout)
-    if dense and hasattr(state, "ladder"):
+    if dense and hasattr(state, "capacity"):
         schedule = compressor.capacity_schedule(layout, 2)
-        numbers = {"rung": ops.host(schedule.top), "needed": ops.host(schedule.capacities[-1] + 1)}
-        state = state._replace(ladder=state.ladder._replace(**numbers))
+        numbers = {"level": ops.host(schedule.top), "needed": ops.host(schedule.capacities[-1] + 1)}
+        state = state._replace(capacity=state.capacity._replace(**numbers))
     gradient = ops.zeros((layout.size,))
     next(compressor.aggregate(ops, Context(layout, 0, 2, 1, 1.0, 0.5), gradient, state))
     assert passes

@@ -37,7 +37,7 @@ ONE_EACH = [VarianceCompressor(alpha=0.5), HybridCompressor(tau=0.5), StromCompr
 def test_kernels_do_what_the_verbs_do(
     compressor, moments, sizes, seed, ranks, scale, shares, first, device
 ):
-    """The ladder goes up to the dense level, and windows rotate."""
+    """The capacity goes up to the dense level, and windows rotate."""
     ours, theirs = worlds(compressor, layout_of(*sizes), ranks, device)
     ours.steps = theirs.steps = first
     for step, share in enumerate(shares):

@@ -31,7 +31,7 @@ _DRAIN = 4.0  # residuals that a cycle's compressed steps could send
 SAMPLING = {"none": NoneCompressor(), "qsgd": QSGDCompressor(bits=4)}
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class GradiVeQCompressor(Clipping, Composite):
     """GradiVeQ: projects slices of convolutions onto principal components (Yu et al. 2018).
 
@@ -121,7 +121,6 @@ class GradiVeQCompressor(Clipping, Composite):
     max_norm: float | None = None
 
     compresses = True  # whatever the compressor of its sampling steps does
-    state_format = 2  # samples of all slices in turn, and their energy
     whole_model = False
     in_common = frozenset(
         {"samples", "basis", "offset", "dimensions", "start", "drifted", "loss", "sent"}

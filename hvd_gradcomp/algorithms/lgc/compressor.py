@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import inf, prod
-from typing import Any, ClassVar
+from typing import Any
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.dgc import DGCCompressor
@@ -37,7 +37,7 @@ FEEDBACK = ("exact", "paper")
 _LEARNED = ("encoder", "decoder", "late", "seen", "loss")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class LGCCompressor(Clipping, Compressor):
     """LGC: sends a learned code of the largest accumulated velocities (Abrahamyan et al. 2021).
 
@@ -165,8 +165,6 @@ class LGCCompressor(Clipping, Compressor):
     max_norm: float | None = None
     values: str = "float32"
 
-    unstated: ClassVar[Mapping[str, Any]] = {**Clipping.unstated, "values": "float32"}
-    state_format = 2  # has `owed` beside the residual, and the samples of the loss
     replicated = frozenset({"start", "ready", "drifted"})
     reset_on_merge = frozenset({"hint", "asked"})
     whole_model = True

@@ -932,8 +932,8 @@ static int run_add_in_rows(call *c) {
 
 /* -- buckets --------------------------------------------------------------------------------- */
 
-/* Five numbers of the state, capacities; patience -> rung, capacity, dense, calm, peak, changes.
- * `CapacitySchedule.next_level`; the state is that of `CapacityState`. */
+/* Five numbers of the state, capacities; patience -> level, capacity, dense, unneeded, highest,
+ * changes. `CapacitySchedule.next_level`; the state is that of `CapacityState`. */
 static int plan_next_level(call *c) {
   TRY(takes(c, 6, 1, 0));
   for (int i = 0; i < 5; i++) TRY(is(c, i, INT64, 0, 1, 1));
@@ -942,26 +942,26 @@ static int plan_next_level(call *c) {
   return 0;
 }
 
-static int64_t within_rungs(int64_t rung, int64_t top) {
-  return rung < 0 ? 0 : rung < top ? rung : top;
+static int64_t within_levels(int64_t level, int64_t top) {
+  return level < 0 ? 0 : level < top ? level : top;
 }
 
 static int run_next_level(call *c) {
   int64_t top = c->in[5].length, demand = 0, wanted = INT64S(3)[0];
-  int64_t last = within_rungs(INT64S(0)[0], top), calm = INT64S(1)[0];
-  int64_t peak = within_rungs(INT64S(2)[0], top);
+  int64_t last = within_levels(INT64S(0)[0], top), unneeded = INT64S(1)[0];
+  int64_t highest = within_levels(INT64S(2)[0], top);
   for (int64_t i = 0; i < top; i++) demand += INT64S(5)[i] < wanted;
   int below = demand < last;
-  calm = below ? calm + 1 : 0;
-  peak = !below ? 0 : demand > peak ? demand : peak;
-  int rested = calm >= *c->ints;
-  int64_t rung = rested ? peak : below ? last : demand;
-  *OUT(int64_t, 0) = rung;
-  *OUT(int64_t, 1) = rung < top ? INT64S(5)[rung] : 0;
-  *OUT(uint8_t, 2) = rung == top;
-  *OUT(int64_t, 3) = rested ? 0 : calm;
-  *OUT(int64_t, 4) = rested ? 0 : peak;
-  *OUT(int64_t, 5) = INT64S(4)[0] + (rung != last);
+  unneeded = below ? unneeded + 1 : 0;
+  highest = !below ? 0 : demand > highest ? demand : highest;
+  int rested = unneeded >= *c->ints;
+  int64_t level = rested ? highest : below ? last : demand;
+  *OUT(int64_t, 0) = level;
+  *OUT(int64_t, 1) = level < top ? INT64S(5)[level] : 0;
+  *OUT(uint8_t, 2) = level == top;
+  *OUT(int64_t, 3) = rested ? 0 : unneeded;
+  *OUT(int64_t, 4) = rested ? 0 : highest;
+  *OUT(int64_t, 5) = INT64S(4)[0] + (level != last);
   return 0;
 }
 

@@ -220,8 +220,8 @@ def replicas_that_differ():
     model, state = wrapped(STROM)
     train(model, sgd(model), 2)
     if dist.get_rank() == 3:
-        state._run.buckets[1].state.ladder.rung.add_(1)
-    raises(ddp.DivergedError, "state ladder.rung of bucket 1", lambda: ddp.verify(model))
+        state._run.buckets[1].state.capacity.level.add_(1)
+    raises(ddp.DivergedError, "state capacity.level of bucket 1", lambda: ddp.verify(model))
 
 
 def hosts_as_they_have_to_be():

@@ -59,8 +59,8 @@ def other_level():
     model = fit()
     reducer = model.optimizer._gradcomp
     if hvd.rank() == FAULTY:
-        rung = next(v for v in reducer.buckets[0].variables if "rung" in v.name)
-        rung.assign_add(1)
+        level = next(v for v in reducer.buckets[0].variables if "level" in v.name)
+        level.assign_add(1)
     hvd.verify(model.optimizer)
 
 
@@ -136,7 +136,7 @@ def main(folder: str) -> None:
             "fit": lambda: planted(verify_every=4),
             "callback": lambda: planted(callbacks=[hvd.callbacks.VerifyCallback(4)]),
             "tape": taped,
-            "rung": other_level,
+            "level": other_level,
             "version": other_version,
             "saved late": lambda: saved_late(saved),
             "saved alone": lambda: saved_alone(saved),  # the last: it ends the run

@@ -128,8 +128,8 @@ def trained(folder):
         """A level of a bucket that ranks 1 and 3 lead."""
         if hvd.rank() == 3:
             variables = resumed.optimizer._gradcomp.buckets[1].variables
-            (rung,) = [v for v in variables if "rung" in v.name]
-            rung.assign_add(1)
+            (level,) = [v for v in variables if "level" in v.name]
+            level.assign_add(1)
         hvd.verify(resumed.optimizer)
 
     # Weights go from rank 0 to all, and what only some ranks have stays where it is.

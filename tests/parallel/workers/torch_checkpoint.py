@@ -187,9 +187,6 @@ def faults(folder):
             "nowhere": lambda: load(Path(folder, "nowhere")),
             "truncated": lambda: load(copy("truncated", 1, truncated)),
             "missing": lambda: load(copy("missing", 0, lambda p: (p / "rank-0-of-2").unlink())),
-            "older": lambda: load(
-                copy("older", 0, lambda p: (p.parent / "current").write_text(p.name))
-            ),
             "other format": lambda: load(copy("format", 0, other_format)),
             "foreign": lambda: load(
                 copy("foreign", 0, lambda p: forged(p, "shared", b"no checkpoint"))

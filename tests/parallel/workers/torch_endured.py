@@ -176,7 +176,7 @@ def main(folder: str) -> None:
             "one element": lambda: planted(nudge),
             "sign of zero": lambda: planted(negative_zero),
             "while training": lambda: planted(nudge, verify_every=2),
-            "rung": lambda: planted(other_state("ladder.rung")),
+            "level": lambda: planted(other_state("capacity.level")),
             "basis": lambda: planted(other_state("basis"), compressor=BASIS),
             "verify_every": lambda: make(verify_every=-1),
             "version": other_version,

@@ -65,8 +65,8 @@ def different_sizes():
     engine = optimizer._gradcomp
     if hvd.rank() == 1:
         bucket = engine.buckets[0]
-        ladder = bucket.state.ladder._replace(needed=torch.tensor(40), rung=torch.tensor(3))
-        bucket.state = bucket.state._replace(ladder=ladder)
+        capacity = bucket.state.capacity._replace(needed=torch.tensor(40), level=torch.tensor(3))
+        bucket.state = bucket.state._replace(capacity=capacity)
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
 

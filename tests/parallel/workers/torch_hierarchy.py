@@ -195,7 +195,7 @@ def diverged():
     model, optimizer = distributed(STROM)
     train(model, optimizer, batches(2))
     if hvd.rank() == 3:
-        optimizer._gradcomp.buckets[1].state.ladder.rung.add_(1)
+        optimizer._gradcomp.buckets[1].state.capacity.level.add_(1)
     hvd.verify(optimizer)
 
 
