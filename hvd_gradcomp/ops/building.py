@@ -21,18 +21,35 @@ from pathlib import Path
 HERE = Path(__file__).parent
 LIBRARY = "_native.so"  # loaded by ctypes, so it fits any Python
 NATIVE = (
+    "c/bins.c",
+    "c/bitpack.c",
     "c/calls.c",
+    "c/checks.c",
     "c/chunks.c",
+    "c/elementwise.c",
     "c/elias_fano.c",
     "c/factors.c",
+    "c/floats.c",
+    "c/groups.c",
+    "c/indexing.c",
+    "c/levels.c",
     "c/powers.c",
-    "c/quant.c",
+    "c/signs.c",
     "c/threshold.c",
     "c/tiles.c",
     "c/topk.c",
+    "c/transpose.c",
     "c/votes.c",
 )
-HEADERS = ("c/calls.h", "c/kernels.h", "c/rows.h", "c/threads.h")
+HEADERS = (
+    "c/calls.h",
+    "c/groups.h",
+    "c/kernels.h",
+    "c/planes.h",
+    "c/rows.h",
+    "c/simd.h",
+    "c/threads.h",
+)
 OPERATIONS = "c/tensorflow.cc"
 # No fused multiply-add: results equal those of the frameworks to the bit.
 # Hidden: functions have the names of system functions.
@@ -139,18 +156,20 @@ def build_operations(folder: Path | None = None, anew: bool = False) -> Path:
         return target
     c, cpp = _compiler(*_C), _compiler(*_CPP)
     with tempfile.TemporaryDirectory() as scratch:
-        own, made = Path(scratch, "operations.o"), Path(scratch, target.name)
+        custom, made = Path(scratch, "operations.o"), Path(scratch, target.name)
         native = [Path(scratch, Path(name).stem + ".o") for name in NATIVE]
         plain = ["-O2", "-DNDEBUG", "-fPIC", "-w"]
         with ThreadPoolExecutor(2) as pool:  # the first takes as long as all others
-            first = pool.submit(_run, [cpp, *compiling, *plain, "-c", HERE / OPERATIONS, "-o", own])
+            first = pool.submit(
+                _run, [cpp, *compiling, *plain, "-c", HERE / OPERATIONS, "-o", custom]
+            )
             compilations = [
                 pool.submit(_run, [c, *FLAGS, "-fPIC", "-c", HERE / name, "-o", result])
                 for name, result in zip(NATIVE, native)
             ]
             for compiled in (*compilations, first):
                 compiled.result()
-        _run([cpp, "-shared", own, *native, *linking, "-o", made])
+        _run([cpp, "-shared", custom, *native, *linking, "-o", made])
         _place(made, target)
     for old in folder.glob(f"_tensorflow-{version}-*.so"):
         if old != target:
@@ -160,8 +179,8 @@ def build_operations(folder: Path | None = None, anew: bool = False) -> Path:
 
 def _tensorflow() -> tuple[str, list[str], list[str]]:
     """Return TensorFlow's version and flags, from a subprocess: an import may crash or hang."""
-    said = _run([sys.executable, "-c", _ASK], _IMPORT)
-    line = next(line for line in said.splitlines() if line.startswith("@ "))
+    answer = _run([sys.executable, "-c", _ASK], _IMPORT)
+    line = next(line for line in answer.splitlines() if line.startswith("@ "))
     version, compiling, linking = json.loads(line[2:])
     return version, compiling, linking
 

@@ -10,7 +10,6 @@
 #include "calls.h"
 #include "threads.h"
 
-#define GROUP 32
 #define ANY (-1)
 #define FLOATS(i) ((const float *)c->in[i].data)
 #define INT64S(i) ((const int64_t *)c->in[i].data)
@@ -144,8 +143,8 @@ static int plan_merge_rows(call *c) {
 }
 
 static int run_merge_rows(call *c) {
-  return merge_rows(INT64S(0), FLOATS(1), ITEMS(c->in[0]), *c->ints, c->scratch, OUT(int64_t, 0),
-                    OUT(float, 1));
+  return merge_rows(INT64S(0), FLOATS(1), ITEMS(c->in[0]), *c->ints, (int64_t *)c->scratch,
+                    OUT(int64_t, 0), OUT(float, 1));
 }
 
 static int plan_add_momentum(call *c) {
@@ -265,7 +264,7 @@ static int plan_decode_ascending(call *c) {
   TRY(is(c, 0, INT64, ANY, ANY, (rows * count + GROUP - 1) / GROUP * low));
   NEED(x->rank == 1 || x->rank == 2, "codes are a vector or a matrix");
   TRY(is(c, 1, INT64, x->rank, x->rows, (rows * width + 31) / 32));
-  NEED(!(rows * count) || x->rows <= ((int64_t)1 << 40) / (rows * count), "too many codes");
+  NEED(rows * count == 0 || x->rows <= ((int64_t)1 << 40) / (rows * count), "too many codes");
   return gives(c, 0, INT64, 2, x->rows * rows, count);
 }
 
@@ -371,7 +370,7 @@ static int run_frame(call *c) {
   return 0;
 }
 
-/* frames, fields, expected; count -> words, held */
+/* frames, fields, expected; count -> words, intact */
 static int plan_examine(call *c) {
   TRY(takes(c, 3, 1, 0));
   TRY(is(c, 0, UINT8, 2, ANY, ANY));
@@ -810,7 +809,7 @@ static int plan_turn_tiles(call *c) {
            rows % height == 0 && columns % width == 0 && size % columns == 0 &&
            size / columns == rows,
        "whole tiles of %lld by %lld", (long long)height, (long long)width);
-  c->scratch_bytes = 4 * room_of_tile(height, width) * c->threads;
+  c->scratch_bytes = 4 * scratch_of_tile(height, width) * c->threads;
   return gives_vector(c, 0, FLOAT, size);
 }
 
@@ -828,7 +827,7 @@ static int plan_expand_factors(call *c) {
   NEED(c->in[0].length % 4 == 0, "a matrix is four numbers");
   const factored *m = (const factored *)c->in[0].data;
   int64_t count = c->in[0].length / 4, size = c->in[1].length, done = 0, rest = size;
-  int64_t left = 0, right = 0, room = 0;
+  int64_t left = 0, right = 0, largest = 0;
   for (int64_t i = 0; i < count; i++) {
     NEED(done <= m[i].start && m[i].start <= size && 0 < m[i].rows && 0 < m[i].columns &&
              0 < m[i].rank && m[i].rank <= m[i].rows && m[i].rank <= m[i].columns &&
@@ -837,15 +836,15 @@ static int plan_expand_factors(call *c) {
     done = m[i].start + m[i].rows * m[i].columns;
     left += m[i].rows * m[i].rank, right += m[i].columns * m[i].rank;
     rest -= m[i].rows * m[i].columns;
-    int64_t own = room_of_factors(m[i].columns, m[i].rank);
-    room = own > room ? own : room;
+    int64_t needed = scratch_of_factors(m[i].columns, m[i].rank);
+    largest = needed > largest ? needed : largest;
   }
   TRY(is_vector(c, 2, FLOAT, left));
   TRY(is_vector(c, 3, FLOAT, right));
   TRY(is_vector(c, 4, FLOAT, left));
   TRY(is_vector(c, 5, FLOAT, right));
   TRY(is_vector(c, 6, FLOAT, rest));
-  c->scratch_bytes = 4 * room;
+  c->scratch_bytes = 4 * largest;
   TRY(gives_vector(c, 0, FLOAT, size));
   return gives_vector(c, 1, FLOAT, size);
 }
@@ -869,7 +868,7 @@ static int gives_largest(call *c, int64_t i) {
   int64_t length = c->ints[0], k = c->ints[1], rows = rows_of(c->in[0].length, length);
   TRY(is_vector(c, 0, FLOAT, ANY));
   NEED(length < (int64_t)1 << 31 && 0 < k && k <= length, "a row has at least k elements");
-  c->scratch_bytes = 8 * room_of_row(length) * c->threads;
+  c->scratch_bytes = 8 * memory_of_row(length) * c->threads;
   TRY(gives(c, i, INT64, 2, rows, k));
   return gives(c, i + 1, FLOAT, 2, rows, k);
 }
@@ -1022,7 +1021,7 @@ static int body_bytes(const call *c, int64_t capacity, int64_t flags, int64_t *b
   return 0;
 }
 
-/* bucket, gradient, r[, v[, moment]]; turn, capacity, flags, commits; rule
+/* bucket, gradient, r[, v[, moment]]; step, capacity, flags, commits; rule
  * -> body, sent, wanted, per_layer, r[, v] */
 static int plan_threshold_write(call *c) {
   int64_t bytes;
@@ -1048,21 +1047,21 @@ static int run_threshold_write(call *c) {
   const rule how = rule_of(c->ints[2], c->floats);
   const place where = open_bucket(c, SIDE(c->ints[2]), NULL, &rest);
   int32_t *top = (int32_t *)rest;
-  int64_t turn = c->ints[0], capacity = c->ints[1], sent = -1, count;
+  int64_t step = c->ints[0], capacity = c->ints[1], sent = -1, count;
   int dense = capacity < 0, threads = (int)c->threads;
-  uint32_t *found = (uint32_t *)(rest + (4 * where.layers + 7) / 8 * 8);
-  uint8_t *body = OUT(uint8_t, 0), *flags = how.powers ? body + where.side : (uint8_t *)found;
+  uint32_t *wanted = (uint32_t *)(rest + (4 * where.layers + 7) / 8 * 8);
+  uint8_t *body = OUT(uint8_t, 0), *flags = how.powers ? body + where.side : (uint8_t *)wanted;
   int64_t *per_layer = OUT(int64_t, 3);
   float *r = OUT(float, 4), *v = how.ambiguity ? OUT(float, 5) : NULL;
   count = threshold_find(&how, &where, r, v, FLOATS(2), v ? FLOATS(3) : NULL, FLOATS(1),
-                         c->n_in > 4 ? FLOATS(4) : NULL, dense ? NULL : found,
+                         c->n_in > 4 ? FLOATS(4) : NULL, dense ? NULL : wanted,
                          dense ? flags : NULL, top, threads);
   if (count >= 0 && dense) {
     count = sent = threshold_places(&how, &where, r, flags, top, body, per_layer, threads);
   } else if (count >= 0) {
-    count = threshold_code(&how, &where, found, count, top, threads);
+    count = threshold_code(&how, &where, wanted, count, top, threads);
     if (count >= 0)
-      sent = threshold_write(&how, &where, found, count, top, capacity, turn, v, body, per_layer);
+      sent = threshold_write(&how, &where, wanted, count, top, capacity, step, v, body, per_layer);
   }
   if (sent < 0) return NO_MEMORY;
   if (c->ints[3]) threshold_commit(&how, &where, body, dense ? -1 : sent, r, v, threads);
@@ -1091,7 +1090,7 @@ static int run_threshold_commit(call *c) {
   return 0;
 }
 
-/* bucket, bodies, weights, room; capacity, flags; rule -> total */
+/* bucket, bodies, weights, out; capacity, flags; rule -> total */
 static int plan_threshold_add(call *c) {
   int64_t bytes;
   TRY(takes(c, 4, 2, 5));
@@ -1142,7 +1141,7 @@ static int form_of(const call *c, int needs_values, form *as, int64_t *bytes) {
 /* Bytes of memory for the unpacked indices of a body. */
 static int64_t unpacked(const form *as) { return 4 * GROUP * as->blocks; }
 
-/* bucket, form, strides, quota, slack, hint, gradient, r[, u]; turn, whole, nesterov, masking,
+/* bucket, form, strides, quota, slack, hint, gradient, r[, u]; step, whole, nesterov, masking,
  * commits; momentum -> body, sent, chosen, per_layer, hint[, r[, u]]
  *
  * Without the last outputs the memory stays as it is. */
@@ -1182,7 +1181,7 @@ static int run_topk_write(call *c) {
   (void)form_of(c, 0, &as, &bytes);
   const place where = open_bucket(c, 0, &offsets, &rest);
   const int64_t *sizes = INT64S(0) + 2, *k = INT64S(3), *slack = INT64S(4);
-  int64_t turn = c->ints[0], whole = c->ints[1] != 0, *per_layer = OUT(int64_t, 3);
+  int64_t step = c->ints[0], whole = c->ints[1] != 0, *per_layer = OUT(int64_t, 3);
   int threads = (int)c->threads, looks = c->n_out == 5;
   for (int64_t i = 0; i < where.layers; i++) all_elements += sizes[i];
   const collecting how = {(float)*c->floats, c->ints[2] != 0, c->ints[3] != 0};
@@ -1195,9 +1194,9 @@ static int run_topk_write(call *c) {
                 FLOATS(5), &found, threads));
   topk_again(&of, looks ? FLOATS(7) : r, looks ? FLOATS(6) : NULL, k, slack, &found, threads);
   memcpy(OUT(float, 4), FLOATS(5), 4 * (size_t)c->in[5].length);
-  int64_t chosen = topk_choose(&of, turn, k, &found, OUT(float, 4), threads);
+  int64_t chosen = topk_choose(&of, step, k, &found, OUT(float, 4), threads);
   uint32_t *scratch = bits + where.size;
-  topk_write(&of, &as, &found, chosen, turn, scratch, OUT(uint8_t, 0), bytes, per_layer, threads);
+  topk_write(&of, &as, &found, chosen, step, scratch, OUT(uint8_t, 0), bytes, per_layer, threads);
   if (c->ints[4] && !looks)
     topk_commit(&how, &where, &as, OUT(uint8_t, 0), scratch, r, u, threads);
   for (int64_t i = 0; i < where.layers; i++) total += per_layer[i];
@@ -1246,7 +1245,7 @@ static int run_topk_commit(call *c) {
   return 0;
 }
 
-/* bucket, form, bodies, weights, room -> total */
+/* bucket, form, bodies, weights, out -> total */
 static int plan_topk_add(call *c) {
   form as;
   int64_t bytes;

@@ -1,5 +1,5 @@
 /* Rows of a vector, of which the last may be shorter: the k largest of each, and values that are
- * added to each. Every result equals that of the plain ops to the bit; see quant.c for how.
+ * added to each. Every result equals that of the plain ops to the bit; see kernels.h for how.
  */
 #include <math.h>
 #include <stdint.h>
@@ -165,13 +165,13 @@ static int64_t narrow(const uint32_t *x, int64_t n, int64_t k, int64_t few, uint
 typedef struct {
   uint64_t *flags; /* [WORDS(n)] */
   uint32_t *found, *bits, *chosen, *last; /* [n + RUN] each */
-} room;
+} lists;
 
-int64_t room_of_row(int64_t length) { return WORDS(length) + 2 * (length + RUN); }
+int64_t memory_of_row(int64_t length) { return WORDS(length) + 2 * (length + RUN); }
 
-static room room_at(uint64_t *memory, int64_t n) {
+static lists lists_at(uint64_t *memory, int64_t n) {
   uint32_t *found = (uint32_t *)(memory + WORDS(n));
-  return (room){memory, found, found + n + RUN, found + 2 * (n + RUN), found + 3 * (n + RUN)};
+  return (lists){memory, found, found + n + RUN, found + 2 * (n + RUN), found + 3 * (n + RUN)};
 }
 
 /* The k largest magnitudes of a row, of equal ones the first, in order: places and values.
@@ -180,7 +180,7 @@ static room room_at(uint64_t *memory, int64_t n) {
  * marked: how many reach it, if that is known and their flags are set; else -1.
  */
 static void largest_of_row(const uint32_t *x, int64_t n, int64_t k, uint32_t *guess,
-                           int64_t marked, const room *with, int64_t *index, float *values) {
+                           int64_t marked, const lists *with, int64_t *index, float *values) {
   uint32_t *bits = with->bits, *found = with->found;
   range is = {0, MAGNITUDE + 1};
   int64_t count = narrow(x, n, k, 4 * k + RUN, *guess, marked, &is, with->flags);
@@ -203,7 +203,7 @@ static void largest_of_row(const uint32_t *x, int64_t n, int64_t k, uint32_t *gu
 
 /* The k largest of each row of x; or of out = factor * x + y, if there is a y.
  *
- * index, values [rows, k]. memory [threads, room_of_row]. Returns whether the sum of squares of y
+ * index, values [rows, k]. memory [threads, memory_of_row]. Returns whether the sum of squares of y
  * is finite times 4096, if `checks`.
  */
 int largest_of_rows(const float *x, const float *y, float factor, float *out, int64_t size,
@@ -213,7 +213,7 @@ int largest_of_rows(const float *x, const float *y, float factor, float *out, in
   float total = 0.0f;
 #pragma omp parallel for num_threads(threads) if (threads > 1) reduction(+ : total)
   for (int t = 0; t < threads; t++) {
-    const room with = room_at(memory + room_of_row(length) * t, length);
+    const lists with = lists_at(memory + memory_of_row(length) * t, length);
     uint32_t guess = 1;
     int64_t end = border(rows, 1, t + 1, threads);
     for (int64_t row = border(rows, 1, t, threads); row < end; row++) {
@@ -287,11 +287,11 @@ int add_in_rows(const float *base, float *out, int64_t size, int64_t length, int
   int past = base != out && length <= SHORT && 4 * size >= MUCH;
 #pragma omp parallel for num_threads(threads) if (threads > 1) reduction(| : negative)
   for (int t = 0; t < threads; t++) {
-    float room[SHORT];
+    float spare[SHORT];
     int64_t end = border(rows, 1, t + 1, threads);
-    if (past && !base) memset(room, 0, sizeof(float) * (size_t)length);
+    if (past && !base) memset(spare, 0, sizeof(float) * (size_t)length);
     for (int64_t row = border(rows, 1, t, threads); row < end; row++) {
-      float *own = past ? room : out + row * length;
+      float *own = past ? spare : out + row * length;
       int64_t here = size - row * length < length ? size - row * length : length;
       if (!base && !past)
         memset(own, 0, sizeof(float) * (size_t)here);
@@ -304,10 +304,10 @@ int add_in_rows(const float *base, float *out, int64_t size, int64_t length, int
                                whole ? own + length : NULL, places + k);
       }
       if (past && base && row + 1 < end && (row + 2) * length <= size)
-        write_past_and_fetch(out + row * length, room, here, base + (row + 1) * length);
+        write_past_and_fetch(out + row * length, spare, here, base + (row + 1) * length);
       else if (past)
-        write_past(out + row * length, room, 4 * here);
-      if (past && !base) clear_places(room, here, index, row * k, k, ranks);
+        write_past(out + row * length, spare, 4 * here);
+      if (past && !base) clear_places(spare, here, index, row * k, k, ranks);
     }
     written_past();
   }

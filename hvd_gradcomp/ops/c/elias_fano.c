@@ -1,10 +1,10 @@
 /* Elias-Fano code of rows of ascending numbers; see ops/interface/bitpack.py, which says the same in
  * plain ops, and codecs/elias_fano.py.
+ * ops/interface/bitpack.py lists the twins of this format.
  */
 #include "kernels.h"
+#include "simd.h"
 #include "threads.h"
-
-#define GROUP 32
 
 /* -- planes of 32 numbers, and bits that are set ------------------------------------------------ */
 
@@ -25,10 +25,6 @@ static void from_planes_plainly(const uint32_t *words, int planes, int first, ui
 }
 
 #ifdef __x86_64__
-#include <immintrin.h>
-#define AVX2 __attribute__((target("avx2")))
-#define BEST(name) (__builtin_cpu_supports("avx2") ? name##_avx2 : name##_plainly)
-
 AVX2 static void to_planes_avx2(const uint32_t *numbers, int planes, uint32_t *words) {
   __m256i part[4];
   for (int i = 0; i < 4; i++) part[i] = _mm256_loadu_si256((const __m256i *)(numbers + 8 * i));
@@ -120,7 +116,6 @@ static int64_t rests_of(const uint32_t *highs, int64_t width, int64_t count, int
   return *bit = 0;
 }
 #else
-#define BEST(name) name##_plainly
 #define rests_of(highs, width, count, bit, rests) (*(bit) = 0)
 #define bits_of_words(words, bits, count, word, places) (*(word) = 0)
 #endif

@@ -42,13 +42,13 @@ FAST static void expand_row(const float *p, const float *q, const float *other_p
   }
 }
 
-/* out [rank, apart] = q [columns, rank], turned. */
-static void turn(const float *q, int64_t columns, int64_t rank, int64_t apart, float *out) {
+/* out [rank, apart] = q [columns, rank], across. */
+static void transpose(const float *q, int64_t columns, int64_t rank, int64_t apart, float *out) {
   for (int64_t j = 0; j < columns; j++)
     for (int64_t k = 0; k < rank; k++) out[k * apart + j] = q[j * rank + k];
 }
 
-int64_t room_of_factors(int64_t columns, int64_t rank) { return 2 * columns * rank; }
+int64_t scratch_of_factors(int64_t columns, int64_t rank) { return 2 * columns * rank; }
 
 /* The rows from `first` on of a matrix, block by block. */
 static void expand_rows(const factored *m, const float *p, const float *q, const float *other_p,
@@ -68,10 +68,10 @@ static void expand_rows(const factored *m, const float *p, const float *q, const
 }
 
 /* x less the product of the first factors, and the product of the others, where there are matrices;
- * 0 and `between` elsewhere. total may be x. room: `room_of_factors` of the largest. */
+ * 0 and `between` elsewhere. total may be x. scratch: `scratch_of_factors` of the largest. */
 void expand_factors(const factored *matrices, int64_t count, const float *x, const float *p,
                     const float *q, const float *other_p, const float *other_q,
-                    const float *between, int64_t size, float *kept, float *total, float *room,
+                    const float *between, int64_t size, float *kept, float *total, float *scratch,
                     int threads) {
   int64_t done = 0;
   for (int64_t number = 0; number <= count; number++) {
@@ -83,12 +83,12 @@ void expand_factors(const factored *matrices, int64_t count, const float *x, con
       between += stop - done;
     }
     if (number == count) break;
-    float *turned = room, *other = room + m->columns * m->rank;
-    turn(q, m->columns, m->rank, m->columns, turned);
-    turn(other_q, m->columns, m->rank, m->columns, other);
+    float *across = scratch, *other = scratch + m->columns * m->rank;
+    transpose(q, m->columns, m->rank, m->columns, across);
+    transpose(other_q, m->columns, m->rank, m->columns, other);
     IN_PIECES
     for (int t = 0; t < threads; t++)
-      expand_rows(m, p, turned, other_p, other, x, kept, total, border(m->rows, 1, t, threads),
+      expand_rows(m, p, across, other_p, other, x, kept, total, border(m->rows, 1, t, threads),
                   border(m->rows, 1, t + 1, threads));
     p += m->rows * m->rank, other_p += m->rows * m->rank;
     q += m->columns * m->rank, other_q += m->columns * m->rank;

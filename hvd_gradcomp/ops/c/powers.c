@@ -1,10 +1,10 @@
 /* Elements rounded at random to powers of two: sign and exponent, 9 bits; see
  * ops/interface/quantization.py, which says the same in plain ops.
+ * ops/interface/bitpack.py lists the twins of this format.
  */
 #include "kernels.h"
 #include "threads.h"
 
-#define GROUP 32
 #define BITS 9
 #define CHUNK 4096 /* elements at a time; whole groups */
 
@@ -52,12 +52,12 @@ void add_powers_of_two(const float *base, float *out, int64_t n, int64_t ranks,
   int past = base != out && 4 * n >= MUCH;
   IN_PIECES
   for (int t = 0; t < threads; t++) {
-    float room[CHUNK];
+    float spare[CHUNK];
     uint8_t exponents[CHUNK], signs[CHUNK];
     int64_t end = border(n, CHUNK, t + 1, threads);
     for (int64_t at = border(n, CHUNK, t, threads); at < end; at += CHUNK) {
       int64_t here = end - at < CHUNK ? end - at : CHUNK;
-      float *total = past ? room : out + at;
+      float *total = past ? spare : out + at;
       if (!base)
         memset(total, 0, sizeof(float) * (size_t)here);
       else if (total != base + at)
@@ -70,7 +70,7 @@ void add_powers_of_two(const float *base, float *out, int64_t n, int64_t ranks,
         }
         add_weighted(total, exponents, signs, here, weights[rank]);
       }
-      if (past) write_past(out + at, room, 4 * here);
+      if (past) write_past(out + at, spare, 4 * here);
     }
     written_past();
   }

@@ -177,7 +177,7 @@ __attribute__((target("avx512f,popcnt"))) static int64_t list_avx512(
   return count + list_plainly(how, r, v, run, n, base, index + count, bits + count, most);
 }
 
-static int64_t list(const rule *how, const float *r, const float *v, int64_t n, uint32_t base,
+static inline int64_t list(const rule *how, const float *r, const float *v, int64_t n, uint32_t base,
                     uint32_t *index, uint32_t *bits, uint32_t *most) {
   if (__builtin_cpu_supports("avx512f")) return list_avx512(how, r, v, n, base, index, bits, most);
   if (__builtin_cpu_supports("avx2")) return list_avx2(how, r, v, n, base, index, bits, most);

@@ -186,8 +186,8 @@ class Gradcomp : public OpKernel {
     }
     Tensor scratch;
     if (now.scratch_bytes) {
-      TensorShape room({now.scratch_bytes});
-      OP_REQUIRES_OK(c, c->allocate_temp(tensorflow::DT_UINT8, room, &scratch));
+      TensorShape bytes({now.scratch_bytes});
+      OP_REQUIRES_OK(c, c->allocate_temp(tensorflow::DT_UINT8, bytes, &scratch));
       now.scratch = const_cast<char *>(scratch.tensor_data().data());
     }
     int failed = kernel_run(number_, &now);

@@ -34,7 +34,7 @@ static inline float float_of(uint32_t bits) {
 #define IN_PIECES _Pragma("omp parallel for num_threads(threads) if (threads > 1) schedule(static)")
 
 /* Where piece t of `pieces` begins; a multiple of `grain`, and the end for the last. */
-static int64_t border(int64_t n, int64_t grain, int t, int pieces) {
+static inline int64_t border(int64_t n, int64_t grain, int t, int pieces) {
   int64_t grains = (n + grain - 1) / grain, at = grains * t / pieces * grain;
   return at < n ? at : n;
 }

@@ -1,7 +1,8 @@
 /* Kernels of codecs/threshold.py: each one walk over a bucket, or over what is sent of it.
  *
- * Every result equals that of the plain ops to the bit; see quant.c for how. A kernel is cut into as many
+ * Every result equals that of the plain ops to the bit; see kernels.h for how. A kernel is cut into as many
  * pieces as it gets threads, at borders that do not depend on what the pieces hold.
+ * ops/interface/bitpack.py lists the twins of this format.
  */
 #include "rows.h"
 
@@ -170,7 +171,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl,popcnt"))) static int64_t take_
       const __m512i size = _mm512_castps_si512(_mm512_abs_ps(x[part]));
       largest = _mm512_mask_max_epu32(largest, passes[part], largest, size);
       if (!of->index) continue;
-      /* A store of 16 may reach beyond what is found, never beyond what was looked at. */
+      /* A store of 16 may reach beyond what is wanted, never beyond what was looked at. */
       const uint32_t first = of->base + (uint32_t)(run + 16 * part);
       const __m512i here = _mm512_add_epi32(_mm512_set1_epi32((int)first), ahead);
       _mm512_storeu_si512(of->index + count, _mm512_maskz_compress_epi32(passes[part], here));
@@ -202,13 +203,13 @@ static int64_t take_in(const rule *how, const piece *of, int64_t n, uint32_t *mo
  *
  * r0 may be r, and v0 v. Where the rule corrects v, that of wanted elements has not decayed yet.
  *
- * found [2, size]: their indices, ascending, in the beginning, and what r holds there, as bits; or
+ * wanted [2, size]: their indices, ascending, in the beginning, and what r holds there, as bits; or
  * NULL, and then flags [size]: 1 for each of them, and 0.
  * top [layers]: the largest exponent of a wanted element, as it stands in a float.
- * Returns how many are found; -1 without memory.
+ * Returns how many are wanted; -1 without memory.
  */
 int64_t threshold_find(const rule *how, const place *where, float *r, float *v, const float *r0,
-                   const float *v0, const float *g, const float *q, uint32_t *found, uint8_t *flags,
+                   const float *v0, const float *g, const float *q, uint32_t *wanted, uint8_t *flags,
                    int32_t *top, int threads) {
   int64_t n = where->size;
   int64_t *starts = malloc(2 * sizeof(int64_t) * (size_t)threads), *counts = starts + threads;
@@ -224,7 +225,7 @@ int64_t threshold_find(const rule *how, const place *where, float *r, float *v, 
     int64_t count = 0;
     for (int64_t at = start, end; at < stop; at = end) {
       end = end_of(where, at, stop);
-      uint32_t *out = found ? found + start + count : NULL;
+      uint32_t *out = wanted ? wanted + start + count : NULL;
       const piece here = {.r = r + at,
                           .v = v ? v + at : NULL,
                           .r0 = r0 + at,
@@ -233,8 +234,8 @@ int64_t threshold_find(const rule *how, const place *where, float *r, float *v, 
                           .q = q ? q + at : NULL,
                           .base = (uint32_t)at,
                           .index = out,
-                          .bits = found ? out + n : NULL,
-                          .flags = found ? NULL : flags + at};
+                          .bits = wanted ? out + n : NULL,
+                          .flags = wanted ? NULL : flags + at};
       count += take_in(how, &here, end - at, tops + t * where->layers + layer_of(where, at));
     }
     starts[t] = start, counts[t] = count;
@@ -245,8 +246,8 @@ int64_t threshold_find(const rule *how, const place *where, float *r, float *v, 
       if (tops[t * where->layers + layer] > most) most = tops[t * where->layers + layer];
     top[layer] = (int32_t)(most >> 23 < 254 ? most >> 23 : 254);
   }
-  int64_t total = found ? join(found, starts, counts, threads) : 0;
-  if (found) join(found + n, starts, counts, threads);
+  int64_t total = wanted ? join(wanted, starts, counts, threads) : 0;
+  if (wanted) join(wanted + n, starts, counts, threads);
   free(starts);
   free(tops);
   return total;
@@ -300,14 +301,14 @@ static int64_t code_words(const uint32_t *index, const uint32_t *bits, int64_t n
   return code_plainly(index, bits, 0, n, ceiling, words);
 }
 
-/* found [2, size], of `threshold_find`: indices become words, code above index, without what no code can
+/* wanted [2, size], of `threshold_find`: indices become words, code above index, without what no code can
  * express.
  *
  * Returns how many are left; -1 without memory.
  */
-int64_t threshold_code(const rule *how, const place *where, uint32_t *found, int64_t count,
+int64_t threshold_code(const rule *how, const place *where, uint32_t *wanted, int64_t count,
                    const int32_t *top, int threads) {
-  const uint32_t *bits = found + where->size;
+  const uint32_t *bits = wanted + where->size;
   int64_t *starts = malloc(2 * sizeof(int64_t) * (size_t)threads), *counts = starts + threads;
   if (!starts) return -1;
   IN_PIECES
@@ -315,15 +316,15 @@ int64_t threshold_code(const rule *how, const place *where, uint32_t *found, int
     int64_t start = border(count, 1, t, threads), stop = border(count, 1, t + 1, threads);
     int64_t kept = start;
     for (int64_t i = start, n, layer; i < stop; i += n) {
-      n = near(where, ~0u, found + i, stop - i, &layer);
+      n = near(where, ~0u, wanted + i, stop - i, &layer);
       if (how->powers)
-        kept += code_words(found + i, bits + i, n, top[layer], found + kept);
+        kept += code_words(wanted + i, bits + i, n, top[layer], wanted + kept);
       else
-        for (int64_t j = i; j < i + n; j++) found[kept++] = (bits[j] & SIGN) | found[j];
+        for (int64_t j = i; j < i + n; j++) wanted[kept++] = (bits[j] & SIGN) | wanted[j];
     }
     starts[t] = start, counts[t] = kept - start;
   }
-  int64_t total = join(found, starts, counts, threads);
+  int64_t total = join(wanted, starts, counts, threads);
   free(starts);
   return total;
 }
@@ -360,11 +361,11 @@ static void write_side(const rule *how, const place *where, const int32_t *top, 
  * Returns how many are.
  */
 int64_t threshold_write(const rule *how, const place *where, const uint32_t *words, int64_t count,
-                    const int32_t *top, int64_t capacity, int64_t turn, float *v, uint8_t *body,
+                    const int32_t *top, int64_t capacity, int64_t step, float *v, uint8_t *body,
                     int64_t *sent) {
   int64_t head = 0, start = 0;
   if (count > capacity) {
-    start = (int64_t)((__int128)turn * capacity % count);
+    start = (int64_t)((__int128)step * capacity % count);
     head = start + capacity > count ? start + capacity - count : 0;
   }
   int64_t stop = start + capacity < count ? start + capacity : count, tail = stop - start;
@@ -548,12 +549,12 @@ void threshold_commit(const rule *how, const place *where, const uint8_t *body, 
 
 /* -- adding up ------------------------------------------------------------------------------- */
 
-/* room = the sum of all ranks' words times their weight, rank by rank in rank order.
+/* total = the sum of all ranks' words times their weight, rank by rank in rank order.
  *
  * bodies: of all ranks, `stride` bytes apart. Returns BEYOND if an index lies beyond the bucket.
  */
 int threshold_add(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
-              int64_t ranks, int64_t capacity, const float *weights, float *room, int threads) {
+              int64_t ranks, int64_t capacity, const float *weights, float *total, int threads) {
   int falls = 0;
   for (int64_t rank = 0; rank < ranks; rank++) {
     const uint32_t *words = (const uint32_t *)(bodies + rank * stride + where->side);
@@ -568,7 +569,7 @@ int threshold_add(const rule *how, const place *where, const uint8_t *bodies, in
     int64_t stop = border(where->size, grain, t + 1, threads);
     for (int64_t at = border(where->size, grain, t, threads); at < stop; at += grain) {
       int64_t end = at + grain < stop ? at + grain : stop;
-      memset(room + at, 0, sizeof(float) * (size_t)(end - at));
+      memset(total + at, 0, sizeof(float) * (size_t)(end - at));
       for (int64_t rank = 0; rank < ranks; rank++) {
         const uint8_t *body = bodies + rank * stride;
         const uint32_t *words = (const uint32_t *)(body + where->side);
@@ -579,16 +580,16 @@ int threshold_add(const rule *how, const place *where, const uint8_t *bodies, in
           n = near(where, mask_of(how), words + i, falls ? 1 : until - i, &layer);
           values_of(how, words + i, n, how->powers ? ((const int8_t *)body)[layer] : 0,
                     weights[rank], values);
-          for (int64_t j = 0; j < n; j++) room[index_of(how, words[i + j])] += values[j];
+          for (int64_t j = 0; j < n; j++) total[index_of(how, words[i + j])] += values[j];
         }
       }
     }
   }
-  room[where->size - 1] = 0.0f;
+  total[where->size - 1] = 0.0f;
   return 0;
 }
 
-FAST static void add_powers(float *room, const uint8_t *codes, int64_t n, int32_t exponent,
+FAST static void add_powers(float *total, const uint8_t *codes, int64_t n, int32_t exponent,
                             float weight) {
   for (int64_t i = 0; i < n; i++) {
     uint32_t code = (uint32_t)codes[i] - 1;
@@ -597,40 +598,40 @@ FAST static void add_powers(float *room, const uint8_t *codes, int64_t n, int32_
     float value;
     memcpy(&value, &bits, 4);
     value = value * weight;
-    room[i] = room[i] + (codes[i] ? value : 0.0f);
+    total[i] = total[i] + (codes[i] ? value : 0.0f);
   }
 }
 
-FAST static void add_signs_of(float *room, const uint8_t *codes, int64_t n, float tau,
+FAST static void add_signs_of(float *total, const uint8_t *codes, int64_t n, float tau,
                               float weight) {
   for (int64_t i = 0; i < n; i++) {
     float value = (float)(3 - 2 * (int32_t)codes[i]) * tau;
     value = value * weight;
-    room[i] = room[i] + (codes[i] ? value : 0.0f);
+    total[i] = total[i] + (codes[i] ? value : 0.0f);
   }
 }
 
 /* The same of places. */
 void threshold_add_places(const rule *how, const place *where, const uint8_t *bodies, int64_t stride,
-                      int64_t ranks, const float *weights, float *room, int threads) {
+                      int64_t ranks, const float *weights, float *total, int threads) {
   IN_PIECES
   for (int t = 0; t < threads; t++) {
     uint8_t codes[CHUNK];
     int64_t stop = border(where->size, CHUNK, t + 1, threads);
     for (int64_t at = border(where->size, CHUNK, t, threads), end; at < stop; at = end) {
       end = end_of(where, at, stop);
-      memset(room + at, 0, sizeof(float) * (size_t)(end - at));
+      memset(total + at, 0, sizeof(float) * (size_t)(end - at));
       for (int64_t rank = 0; rank < ranks; rank++) {
         const uint8_t *body = bodies + rank * stride, *places = body + where->side;
         if (how->powers) {
-          add_powers(room + at, places + at, end - at, ((const int8_t *)body)[layer_of(where, at)],
+          add_powers(total + at, places + at, end - at, ((const int8_t *)body)[layer_of(where, at)],
                      weights[rank]);
           continue;
         }
         unpack_fours(places + at / 4, end - at, codes);
-        add_signs_of(room + at, codes, end - at, how->tau, weights[rank]);
+        add_signs_of(total + at, codes, end - at, how->tau, weights[rank]);
       }
     }
   }
-  room[where->size - 1] = 0.0f;
+  total[where->size - 1] = 0.0f;
 }

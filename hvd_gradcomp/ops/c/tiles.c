@@ -40,7 +40,7 @@ FAST static void product(const float *a, int64_t a_apart, const float *b, float 
 
 /* Floats: both factors, the tile and its first product, each up to whole blocks; and the columns of
  * the left factor that meet a row with numbers. */
-int64_t room_of_tile(int64_t height, int64_t width) {
+int64_t scratch_of_tile(int64_t height, int64_t width) {
   int64_t tall = up_to(height, TALL), wide = up_to(width, WIDE);
   return 2 * tall * height + width * wide + 2 * tall * wide;
 }
@@ -88,18 +88,18 @@ static void lay(const float *from, int64_t from_apart, float *to, int64_t to_apa
 /* Each tile of x becomes left [height, height] times it times right [width, width].
  *
  * A tile lies in a matrix [rows, columns], or by itself, one after another: `back` says that x is
- * tiles and out a matrix; most of their numbers are zeros then. room: [threads, room_of_tile].
+ * tiles and out a matrix; most of their numbers are zeros then. scratch: [threads, scratch_of_tile].
  */
 void turn_tiles(const float *x, float *out, int64_t rows, int64_t columns, int64_t height,
-                int64_t width, const float *left, const float *right, int back, float *room,
+                int64_t width, const float *left, const float *right, int back, float *scratch,
                 int threads) {
   int64_t across = columns / width, tiles = rows / height * across;
   int64_t tall = up_to(height, TALL), wide = up_to(width, WIDE);
   IN_PIECES
   for (int t = 0; t < threads; t++) {
-    float *first = room + room_of_tile(height, width) * t, *second = first + tall * height;
+    float *first = scratch + scratch_of_tile(height, width) * t, *second = first + tall * height;
     float *tile = second + width * wide, *half = tile + tall * wide, *some = half + tall * wide;
-    memset(first, 0, sizeof(float) * (size_t)room_of_tile(height, width));
+    memset(first, 0, sizeof(float) * (size_t)scratch_of_tile(height, width));
     lay(left, height, first, height, height, height);
     lay(right, width, second, wide, width, width);
     int64_t end = border(tiles, 1, t + 1, threads);

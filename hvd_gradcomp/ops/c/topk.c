@@ -2,6 +2,7 @@
  *
  * A group is a layer, or the model. Every result equals that of the plain ops to the bit, whatever the
  * number of threads; see threshold.c.
+ * ops/interface/bitpack.py lists the twins of this format.
  */
 #include "rows.h"
 
@@ -319,9 +320,9 @@ static uint32_t nth(const histogram *all, const uint32_t *bits, int64_t n, int64
 }
 
 /* The index from which on the elements that are as large as the k-th are taken in turn. */
-static int64_t first_in_turn(const scope *of, int64_t group, int64_t turn, int64_t k) {
+static int64_t first_in_turn(const scope *of, int64_t group, int64_t step, int64_t k) {
   int64_t size = size_of(of, group);
-  int64_t number = (int64_t)((__int128)turn * k % (size ? size : 1)), layer = group;
+  int64_t number = (int64_t)((__int128)step * k % (size ? size : 1)), layer = group;
   while (of->whole && number >= of->sizes[layer]) number -= of->sizes[layer++];
   return of->offsets[layer] + number;
 }
@@ -350,7 +351,7 @@ static int64_t take_turns(uint32_t *index, uint32_t *bits, int64_t n, uint32_t l
  *
  * hint: what about 1.3 k elements reach.
  */
-static void choose(const scope *of, int64_t group, int64_t turn, int64_t k, const elements *found,
+static void choose(const scope *of, int64_t group, int64_t step, int64_t k, const elements *found,
                    float *hint, int threads) {
   uint32_t *index = found->index + start_of(of, group), *bits = found->bits + start_of(of, group);
   int64_t n = found->count[group], room = start_of(of, group + 1) - start_of(of, group) - n;
@@ -368,7 +369,7 @@ static void choose(const scope *of, int64_t group, int64_t turn, int64_t k, cons
   *hint = float_of(reached[1]) * (n < wished ? 0.97f : 1.0f);
   int64_t kept = keep_from(last, index, bits, n, threads);
   if (kept > k)
-    kept = take_turns(index, bits, kept, last, k, first_in_turn(of, group, turn, k));
+    kept = take_turns(index, bits, kept, last, k, first_in_turn(of, group, step, k));
   found->count[group] = kept;
 }
 
@@ -376,15 +377,15 @@ static void choose(const scope *of, int64_t group, int64_t turn, int64_t k, cons
  *
  * found->count: how many they are, together with those of the groups before. Returns that of all.
  */
-int64_t topk_choose(const scope *of, int64_t turn, const int64_t *k, const elements *found,
+int64_t topk_choose(const scope *of, int64_t step, const int64_t *k, const elements *found,
                        float *hint, int threads) {
   int64_t groups = groups_of(of), total = 0;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
   for (int64_t group = 0; group < groups; group++)
-    if (found->count[group] < SHARED) choose(of, group, turn, k[group], found, hint + group, 1);
+    if (found->count[group] < SHARED) choose(of, group, step, k[group], found, hint + group, 1);
   for (int64_t group = 0; group < groups; group++) {
     if (found->count[group] >= SHARED)
-      choose(of, group, turn, k[group], found, hint + group, threads);
+      choose(of, group, step, k[group], found, hint + group, threads);
     total += found->count[group];
     found->count[group] = total;
   }

@@ -1,10 +1,11 @@
 /* Signs of a momentum, packed, and the majority of them; see `momentum_signs` and `majority` of
  * ops/interface/quantization.py. Every result equals that of the plain ops to the bit.
+ * ops/interface/bitpack.py lists the twins of this format.
  */
 #include "kernels.h"
+#include "simd.h"
 #include "threads.h"
 
-#define GROUP 32
 #define CHUNK 4096
 #define WORDS (CHUNK / GROUP)
 #define PLANES 32 /* bits of a number of ranks */
@@ -43,10 +44,6 @@ static void spread_plainly(const uint32_t *minus, const uint32_t *none, const fl
 }
 
 #ifdef __x86_64__
-#include <immintrin.h>
-#define AVX2 __attribute__((target("avx2")))
-#define BEST(name) (__builtin_cpu_supports("avx2") ? name##_avx2 : name##_plainly)
-
 AVX2 static void pack_avx2(const float *x, int64_t n, int zeros, uint32_t *words) {
   const __m256 zero = _mm256_setzero_ps();
   for (int64_t g = 0; g < n / GROUP; g++) {
@@ -76,8 +73,6 @@ AVX2 static void spread_avx2(const uint32_t *minus, const uint32_t *none, const 
       _mm256_storeu_ps(out + g * GROUP + lane, x);
     }
 }
-#else
-#define BEST(name) name##_plainly
 #endif
 
 /* Where the gap before band i ends, or behind the last one; and where it begins. */
@@ -148,12 +143,12 @@ void majority(const band *bands, int64_t count, const uint32_t *words, int64_t s
   IN_PIECES
   for (int t = 0; t < threads; t++) {
     uint32_t planes[PLANES][WORDS], minus[WORDS], none[WORDS];
-    float room[CHUNK];
+    float spare[CHUNK];
     int64_t stop = border(n, CHUNK, t + 1, threads), end;
     for (int64_t begin = border(n, CHUNK, t, threads); begin < stop; begin = end) {
       end = begin + CHUNK < stop ? begin + CHUNK : stop;
       int64_t here = end - begin, many = here / GROUP;
-      float *to = out == m || 4 * n < MUCH ? out + begin : room;
+      float *to = out == m || 4 * n < MUCH ? out + begin : spare;
       memset(planes, 0, sizeof *planes * (size_t)bits);
       for (int64_t rank = 0; rank < ranks; rank++)
         if (weights[rank] != 0.0f)
@@ -165,7 +160,7 @@ void majority(const band *bands, int64_t count, const uint32_t *words, int64_t s
       else if (kept)
         write_past(kept + begin, m + begin, 4 * here);
       BEST(spread)(minus, none, value, here, to);
-      if (to == room) write_past(out + begin, room, 4 * here);
+      if (to == spare) write_past(out + begin, spare, 4 * here);
     }
     written_past();
   }
