@@ -22,8 +22,8 @@ from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.exchange_state import diverged
 from hvd_gradcomp.torch.fixed_variance import FixedVarianceAdam
 from hvd_gradcomp.torch.inference import outside_inference
-from hvd_gradcomp.torch.local.comparison import REMEDY
 from hvd_gradcomp.torch.local.fragment import digest as digest_of
+from hvd_gradcomp.torch.local.ranks import REMEDY
 from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.step_sync import OutOfStepError
@@ -139,7 +139,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
                 )
             return loss
         if warm:
-            self._warmup.step(means)
+            self._warmup.apply(means)
         else:
             self._adam.update({p: mean for (_, p), mean in zip(self._named, means)})
         return loss

@@ -17,6 +17,7 @@ import torch
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime import config_check, errors
+from hvd_gradcomp.runtime.local_rounds import Exchange
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.runtime.stall_inspector import StallChannel
 from hvd_gradcomp.torch.bucket import Named
@@ -48,7 +49,7 @@ class Connection:
     stalls: StallChannel | None = None
 
 
-_WORDS = 7
+_NUMBERS = 7  # that a rank compares with others at once
 
 
 class RankSync:
@@ -75,29 +76,33 @@ class RankSync:
             MismatchError: on all ranks, if they differ, or some ranks alone refuse.
             Exception: the one with which this rank refuses, if all ranks refuse alike.
         """
-        mine = {"settings": settings, config_check.REFUSED: str(refusal or config_check.NOTHING)}
-        every = self._gather(mine, config_check.Description)
+        description = {
+            "settings": settings,
+            config_check.REFUSED: str(refusal or config_check.NOTHING),
+        }
+        every = self._gather(description, config_check.Description)
         ranks = self._connection.participants.process_set.ranks
         config_check.raise_refusal(every, ranks, refusal)
         config_check.agree(every, ranks)
 
-    def gather(self, words: list[int]) -> dict[int, list[int]]:
+    def gather(self, numbers: Sequence[int]) -> dict[int, list[int]]:
         """Gather as many numbers from every rank, by rank; at most seven.
 
         In one collective of one size, whatever ranks are about to do: over a long link it takes as
         long as the link's latency.
         """
         stalls, transport = self._connection.stalls, self._connection.transport
-        told = int(stalls is not None and stalls.pending)
-        row = torch.tensor([told, *words, *[0] * (_WORDS - len(words))], dtype=torch.int64)
+        reports = int(stalls is not None and stalls.pending)
+        unused = [0] * (_NUMBERS - len(numbers))
+        row = torch.tensor([reports, *numbers, *unused], dtype=torch.int64)
         group = self._connection.participants.process_set
         with self._explained():
             pending = transport.allgather(row.to(self._device), f"{transport.name}.words", group)
-            every = transport.wait(pending).tolist()
-        if stalls is not None and any(told for told, *_ in every):
+            rows = transport.wait(pending).tolist()
+        if stalls is not None and any(reports for reports, *_ in rows):
             stalls.complete()
-        ranks = group.ranks or range(len(every))
-        return {rank: said[1 : 1 + len(words)] for rank, said in zip(ranks, every)}
+        ranks = group.ranks or range(len(rows))
+        return {rank: row[1 : 1 + len(numbers)] for rank, row in zip(ranks, rows)}
 
     def _gather(self, item: Any, kind: Any) -> list[Any]:
         with self._explained():
@@ -108,7 +113,7 @@ class RankSync:
         return errors.explain_errors(transport.failure, what, transport.library)
 
 
-class TensorExchange:
+class TensorExchange(Exchange):
     """Exchange of tensors of the shapes of some parameters; the mean over ranks is returned.
 
     Args:
@@ -154,6 +159,10 @@ class TensorExchange:
             planner, transport, participants, options, prescale=1.0, postscale=mean
         )
         self._check = ConfigCheck(self.reducer, settings)
+
+    @property
+    def made(self) -> int:
+        return self.reducer.steps
 
     @property
     def started(self) -> bool:
@@ -214,6 +223,12 @@ class TensorExchange:
         means = [reducer.reduced_grad(p).to(p.dtype) for p in reducer.planner.ordered_parameters]
         reducer.end_step()
         return None if undone else means
+
+    def commit(self) -> None:
+        self.reducer.commit()
+
+    def rollback(self) -> None:
+        self.reducer.discard()
 
     def abort(self) -> None:
         """Drop an exchange that was started, on all ranks; the state is as before it."""
