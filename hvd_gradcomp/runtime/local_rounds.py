@@ -402,7 +402,7 @@ class LocalRounds:
                 self._apply(number)
         clock = self.counters.clock
         for number, fragment in enumerate(self.fragments):
-            states = self._compare(number, fragment.exchange, asked=True).values()
+            states = self._compare(number, fragment.exchange, requested=True).values()
             clock = max(state.clock for state in states)
             if any(state.moved for state in states):
                 fragment.send()
@@ -523,7 +523,7 @@ class LocalRounds:
         state = ExchangeState(_LOADED, 0, place, self.counters.clock, 0, 0, fault)
         self._gather(state, counts_steps=self._clock is None)
 
-    def _compare(self, number: int, exchange: Exchange, asked: bool = False) -> States:
+    def _compare(self, number: int, exchange: Exchange, requested: bool = False) -> States:
         """Compare what the ranks are about to exchange; return the state of each.
 
         So ranks never wait for what others do not send.
@@ -531,7 +531,7 @@ class LocalRounds:
         Args:
             number: of the fragment, or `WARMUP`.
             exchange: that all ranks are about to start.
-            asked: in `exchange()`, where ranks may have made different numbers of steps.
+            requested: in `exchange()`, where ranks may have made different numbers of steps.
 
         Raises:
             OutOfStepError: on all ranks, if it is something else.
@@ -546,7 +546,7 @@ class LocalRounds:
         fault = self._ranks.fault(number, moved)
         states = self._gather(
             ExchangeState(
-                number, int(asked), exchange.made, self.counters.clock, moved, digest, fault
+                number, int(requested), exchange.made, self.counters.clock, moved, digest, fault
             )
         )
         exchange.agree()

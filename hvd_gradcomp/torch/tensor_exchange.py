@@ -49,7 +49,7 @@ class Connection:
     stalls: StallChannel | None = None
 
 
-_NUMBERS = 7  # that a rank compares with others at once
+_WORDS = 7
 
 
 class RankSync:
@@ -76,33 +76,29 @@ class RankSync:
             MismatchError: on all ranks, if they differ, or some ranks alone refuse.
             Exception: the one with which this rank refuses, if all ranks refuse alike.
         """
-        description = {
-            "settings": settings,
-            config_check.REFUSED: str(refusal or config_check.NOTHING),
-        }
-        every = self._gather(description, config_check.Description)
+        mine = {"settings": settings, config_check.REFUSED: str(refusal or config_check.NOTHING)}
+        every = self._gather(mine, config_check.Description)
         ranks = self._connection.participants.process_set.ranks
         config_check.raise_refusal(every, ranks, refusal)
         config_check.agree(every, ranks)
 
-    def gather(self, numbers: Sequence[int]) -> dict[int, list[int]]:
+    def gather(self, words: list[int]) -> dict[int, list[int]]:
         """Gather as many numbers from every rank, by rank; at most seven.
 
         In one collective of one size, whatever ranks are about to do: over a long link it takes as
         long as the link's latency.
         """
         stalls, transport = self._connection.stalls, self._connection.transport
-        reports = int(stalls is not None and stalls.pending)
-        unused = [0] * (_NUMBERS - len(numbers))
-        row = torch.tensor([reports, *numbers, *unused], dtype=torch.int64)
+        told = int(stalls is not None and stalls.pending)
+        row = torch.tensor([told, *words, *[0] * (_WORDS - len(words))], dtype=torch.int64)
         group = self._connection.participants.process_set
         with self._explained():
             pending = transport.allgather(row.to(self._device), f"{transport.name}.words", group)
-            rows = transport.wait(pending).tolist()
-        if stalls is not None and any(reports for reports, *_ in rows):
+            every = transport.wait(pending).tolist()
+        if stalls is not None and any(told for told, *_ in every):
             stalls.complete()
-        ranks = group.ranks or range(len(rows))
-        return {rank: row[1 : 1 + len(numbers)] for rank, row in zip(ranks, rows)}
+        ranks = group.ranks or range(len(every))
+        return {rank: said[1 : 1 + len(words)] for rank, said in zip(ranks, every)}
 
     def _gather(self, item: Any, kind: Any) -> list[Any]:
         with self._explained():

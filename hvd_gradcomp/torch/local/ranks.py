@@ -37,10 +37,12 @@ class TensorRankChannel:
     ) -> None:
         self._settings, self._sync = settings, sync
         self._inner, self._known = inner, set(parameters)
-        self.gather = sync.gather
 
     def compare_settings(self, refusal: Exception | None) -> None:
         self._sync.compare_settings(self._settings, refusal)
+
+    def gather(self, row: Sequence[int]) -> dict[int, list[int]]:
+        return self._sync.gather([*row])
 
     def fault(self, number: int, moved: int) -> int:
         """Return the number of parameters that train, and are not exchanged."""
