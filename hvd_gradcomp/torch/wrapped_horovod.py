@@ -224,7 +224,7 @@ class _Ranks:
         self._name, self._process_set = comm_horovod.TITLES.take(), process_set
         main = comm_horovod.HorovodBackend(self._name, process_set)
         self.participants = Participants(process_set, place, main.make_groups)
-        self._stalls = comm_horovod.waiting.among(process_set)
+        self._stalls = comm_horovod.stalls.among(process_set)
 
     def connect(self, part: str) -> Connection:
         """Return the connection for one exchange."""
