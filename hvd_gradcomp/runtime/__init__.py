@@ -5,6 +5,8 @@
     config_check      compares the configuration of all ranks before the first exchange
     hierarchy         dense allreduce inside a host, compressed exchange between hosts
     elastic           membership of an elastic run
+    local_rounds      local steps: when ranks exchange what, and what becomes of it
+    round_clock       when a round ends whose ranks make different numbers of steps
     stall_inspector   finds ranks that wait for each other
     typed_json        messages between ranks beside tensors
     naming, unique_names   the names of collectives

@@ -10,20 +10,21 @@ waited in between.
 
 A report that only some ranks submit stays pending in Horovod, which warns of it and may stop it as
 stalled. The next round of a step on PyTorch (`torch/step_sync.py`), or the next step on TensorFlow,
-completes it. A frontend supplies the sum of a table over ranks: see `StallChannel`.
+completes it. A frontend supplies what is pending, and the sum of a table over ranks: see
+`StallInspector` and `StallChannel`.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 PATIENCE = 10.0  # seconds of waiting before a rank reports
-_MOST = 64  # collectives in a report
+MAX_LISTED = 64  # collectives in a report
 _TEXT = 160  # bytes of their names
-_REPORT_SIZE = 2 + 2 * _MOST + _TEXT // 4  # numbers in a report
+_REPORT_SIZE = 2 + 2 * MAX_LISTED + _TEXT // 4  # numbers in a report
 _RUNNING = -1  # instead of the number of collectives: this rank does not wait
 
 
@@ -37,7 +38,7 @@ class PendingOp(NamedTuple):
     Attributes:
         name: equal on all ranks.
         process_set: the ranks that it is for.
-        ready: whether it has completed by now.
+        ready: returns True if it has completed by now.
         thread: the thread that has submitted it; None if it waits for this rank's backward pass.
         shown: the name in error messages; `name` if empty.
     """
@@ -54,7 +55,7 @@ class StallReport(NamedTuple):
 
     Attributes:
         operations: (key of its name, id of its process set) of each pending collective.
-        complete: whether `operations` lists all of them; False for a rank that does not wait.
+        complete: `operations` lists all of them; False for a rank that does not wait.
         text: names of the pending collectives.
     """
 
@@ -71,7 +72,7 @@ def pack_report(operations: Sequence[PendingOp], wait_id: int = 0) -> list[int]:
         wait_id: number of the wait; another wait for the same collectives has another number.
     """
     listed = [
-        n for op in operations[:_MOST] for n in (_key(op.name), op.process_set.process_set_id)
+        n for op in operations[:MAX_LISTED] for n in (_key(op.name), op.process_set.process_set_id)
     ]
     shown = ", ".join(
         op.shown or op.name for op in operations[-2:]
@@ -80,7 +81,7 @@ def pack_report(operations: Sequence[PendingOp], wait_id: int = 0) -> list[int]:
         shown += f" and {len(operations) - 2} more"
     text = shown.encode("ascii", "replace")[:_TEXT].ljust(_TEXT)
     packed = [int.from_bytes(text[i : i + 4], "little") for i in range(0, _TEXT, 4)]
-    return [len(operations), *listed, *[0] * (2 * _MOST - len(listed)), *packed, wait_id]
+    return [len(operations), *listed, *[0] * (2 * MAX_LISTED - len(listed)), *packed, wait_id]
 
 
 def pack_running() -> list[int]:
@@ -90,13 +91,13 @@ def pack_running() -> list[int]:
 
 def parse_report(numbers: Sequence[int]) -> StallReport | None:
     """Parse a report's numbers; return None for a joined rank, which adds zeros."""
-    count, pairs = numbers[0], numbers[1 : 1 + 2 * _MOST]
+    count, pairs = numbers[0], numbers[1 : 1 + 2 * MAX_LISTED]
     if count == 0:
         return None
-    end = 2 * min(max(count, 0), _MOST)
-    text = b"".join(n.to_bytes(4, "little") for n in numbers[1 + 2 * _MOST : -1])
+    end = 2 * min(max(count, 0), MAX_LISTED)
+    text = b"".join(n.to_bytes(4, "little") for n in numbers[1 + 2 * MAX_LISTED : -1])
     operations = frozenset(zip(pairs[0:end:2], pairs[1:end:2]))
-    return StallReport(operations, 0 < count <= _MOST, text.decode("ascii", "replace").strip())
+    return StallReport(operations, 0 < count <= MAX_LISTED, text.decode("ascii", "replace").strip())
 
 
 def is_deadlocked(
@@ -218,67 +219,68 @@ class StallChannel:
 
 
 class StallInspector:
-    """Record of this rank's pending collectives, and of the time of the last change.
+    """Watch over this rank's pending collectives: reports them if they stay the same.
 
     Args:
+        pending: returns the pending collectives that this rank waits for, by key; another wait for
+            the same collective has another key. None while another thread may still submit what
+            other ranks wait for.
         submit, members: see `StallChannel`.
-
-    Attributes:
-        operations: the pending collectives, by key. Handles that are always waited for add and
-            remove theirs; `add` and `remove` are for those that may be dropped.
     """
 
-    def __init__(self, submit: Callable[..., Any], members: Callable[..., Any]) -> None:
-        self._callbacks = submit, members
+    def __init__(
+        self,
+        pending: Callable[[], Mapping[Hashable, PendingOp]],
+        submit: Callable[..., Any],
+        members: Callable[..., Any],
+    ) -> None:
+        self._pending, self._callbacks = pending, (submit, members)
         self._channels: dict[int, tuple[Any, StallChannel]] = {}
-        self.operations: dict[Hashable, PendingOp] = {}
-        self._threads: set[int] = set()
         self._since, self._wait_id = 0.0, 0
         self._last_keys: tuple[Hashable, ...] = ()
 
     def among(self, process_set: Any) -> StallChannel:
-        """Watch the ranks of a process set from now on."""
+        """Return the channel of the ranks of a process set; they are watched from now on."""
         number = process_set.process_set_id
         known = self._channels.get(number)
-        if known is None or known[0] is not process_set:
+        if known is None or known[0] != process_set:
             self._channels[number] = process_set, StallChannel(process_set, *self._callbacks)
         return self._channels[number][1]
 
-    def add(self, key: Hashable, operation: PendingOp) -> None:
-        """Record a submitted collective."""
-        if len(self.operations) > _MOST:  # nobody has waited for the completed ones
-            for known, op in list(self.operations.items()):
-                if op.ready():
-                    self.remove(known)
-        self.operations[key] = operation
-        if operation.thread is not None:
-            self._threads.add(operation.thread)
+    def overdue(self) -> list[PendingOp]:
+        """Return the collectives that this rank has waited for during `PATIENCE`, all of them.
 
-    def remove(self, key: Hashable) -> None:
-        """Remove a collective that has completed or failed."""
-        self.operations.pop(key, None)
-
-    def check(self) -> None:
-        """Report if this rank has waited for `PATIENCE`; costs microseconds before.
-
-        Raises:
-            DeadlockError: on all ranks.
+        Costs microseconds. None if one of them has come, or another wait has begun.
         """
-        keys = tuple(self.operations)
+        pending = self._pending()
+        keys = tuple(pending)
         if keys != self._last_keys:
             self._last_keys, self._since = keys, time.monotonic()
             self._wait_id = (self._wait_id + 1) & 0x7FFFFFFF
         if time.monotonic() - self._since < PATIENCE:
-            return
-        waiting = [op for op in list(self.operations.values()) if not op.ready()]
-        if not waiting or len(self._threads) > 1:
-            return  # another thread may still submit what other ranks wait for
-        for process_set, channel in list(self._channels.values()):
-            if process_set.process_set_id is not None and process_set.included():
-                channel.check(waiting, self._wait_id)
+            return []
+        return [op for op in list(pending.values()) if not op.ready()]
+
+    def report(self, waiting: Sequence[PendingOp], channel: StallChannel) -> None:
+        """Report what `overdue` has returned.
+
+        Raises:
+            DeadlockError: on all ranks.
+        """
+        channel.check(waiting, self._wait_id)
+
+    def check(self) -> None:
+        """Report to all ranks that are watched, if this rank has waited for `PATIENCE`.
+
+        Raises:
+            DeadlockError: on all ranks.
+        """
+        if waiting := self.overdue():
+            for process_set, channel in list(self._channels.values()):
+                if process_set.process_set_id is not None and process_set.included():
+                    self.report(waiting, channel)
 
     def drop(self) -> None:
-        """Drop all records after a restart of Horovod."""
-        self.operations.clear()
+        """Drop all reports after a restart of Horovod."""
         for _, channel in self._channels.values():
             channel.drop()

@@ -9,7 +9,9 @@ import tensorflow as tf
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.core.layers import Layer
+from hvd_gradcomp.runtime.local_rounds import DenseMeans
 from hvd_gradcomp.runtime.program_runner import Participants
+from hvd_gradcomp.tensorflow.fragments import GraphExchange
 from hvd_gradcomp.tensorflow.layers import named_layers, widened
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.reducer import GraphReducer
@@ -27,7 +29,7 @@ def mean_reducer(name: str, layers: Sequence[Layer], process_set: Any) -> GraphR
     )
 
 
-class BufferAverage:
+class BufferAverage(DenseMeans):
     """Averaging of variables that are not trained.
 
     Args:
@@ -36,24 +38,28 @@ class BufferAverage:
         process_set: the ranks.
 
     Attributes:
-        reducer: of their values.
+        exchange: of their values.
     """
+
+    exchange: GraphExchange
 
     def __init__(self, sources: Sequence[Any], name: str, process_set: Any) -> None:
         self._sources = list(sources)
         layers = [widened(layer) for layer in named_layers(sources)]
-        self.reducer = mean_reducer(name, layers, process_set)
+        self.exchange = GraphExchange(mean_reducer(name, layers, process_set))
 
-    def average(self) -> None:
-        """Set them to their means over the ranks, unless one of them is not finite."""
+    def average(self) -> Sequence[Any] | None:
+        reducer = self.exchange.reducer
         wide = [
             tf.cast(plain_variable(v), dtype)
-            for v, (_, _, dtype) in zip(self._sources, self.reducer.layers)
+            for v, (_, _, dtype) in zip(self._sources, reducer.layers)
         ]
-        means = self.reducer.reduce(wide)
-        if bool(self.reducer.finite):
-            for v, mean in zip(self._sources, means):
-                v.assign(tf.cast(mean, v.dtype))
+        means = reducer.reduce(wide)
+        return means if bool(reducer.finite) else None
+
+    def apply(self, means: Sequence[Any]) -> None:
+        for v, mean in zip(self._sources, means):
+            v.assign(tf.cast(mean, v.dtype))
 
 
 class GradientAverage:

@@ -1,125 +1,171 @@
-"""Parts of a model that local steps exchange, and the counts of their rounds.
+"""Parts of a model that local steps exchange, and the counts of their rounds, in variables.
 
-The outer optimizer is its formula, in variables that a checkpoint keeps.
+`runtime/local_rounds.py` runs the rounds with them. The outer optimizer is its formula, in
+variables that a checkpoint keeps.
 """
 
 from __future__ import annotations
 
+import time
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from hvd_gradcomp.algorithms.local_steps import OuterSGD
+from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.runtime.local_rounds import Exchange, Fragment
+from hvd_gradcomp.tensorflow import checksums
 from hvd_gradcomp.tensorflow.moving_averages import GlobalAverages, MovingAverage
 from hvd_gradcomp.tensorflow.reducer import GraphReducer
 from hvd_gradcomp.tensorflow.variables import new_variable, plain_variable, where_set
 
+_NOTHING, _MEANS, _NOT_FINITE = range(3)  # what is in flight, of a fragment
 
-class RoundCounters:
-    """Counts of steps and rounds, in variables.
+
+def _count(name: str) -> Any:
+    """Return a property that reads and sets a variable of the object."""
+
+    def read(counters: Any) -> int:
+        return int(getattr(counters, name))
+
+    def assign(counters: Any, value: int) -> None:
+        getattr(counters, name).assign(value)
+
+    return property(read, assign)
+
+
+class CounterVariables:
+    """Counts of steps and rounds, in variables; see `Counters`.
 
     Args:
         fragments: their number.
 
     Attributes:
-        steps: local steps so far.
-        clock: steps that the schedule counts.
-        rounds: how often pseudogradients of the whole model were applied.
+        steps_variable, clock_variable, rounds_variable: of the counts, for graphs and checkpoints.
         moved: by fragment, steps since this rank had the global variables.
-        sent: by fragment, what is on its way.
+        sent: by fragment, what is in flight.
     """
+
+    steps = _count("steps_variable")
+    clock = _count("clock_variable")
+    rounds = _count("rounds_variable")
 
     def __init__(self, fragments: int) -> None:
         zero, zeros = tf.constant(0, tf.int64), tf.zeros((fragments,), tf.int64)
-        self.steps = new_variable("gradcomp_local_steps", zero)
-        self.clock = new_variable("gradcomp_local_clock", zero)
-        self.rounds = new_variable("gradcomp_local_rounds", zero)
+        self.steps_variable = new_variable("gradcomp_local_steps", zero)
+        self.clock_variable = new_variable("gradcomp_local_clock", zero)
+        self.rounds_variable = new_variable("gradcomp_local_rounds", zero)
         self.moved = new_variable("gradcomp_local_moved", zeros)
         self.sent = new_variable("gradcomp_local_sent", zeros)
 
-    @property
-    def of_steps(self) -> tuple[tf.Variable, ...]:
-        """Return those that differ between ranks which make different numbers of steps."""
-        return self.steps, self.clock, self.moved
+
+class GraphExchange(Exchange):
+    """Exchange by a reducer, which compares its settings and goes back by itself, in its graph."""
+
+    def __init__(self, reducer: GraphReducer) -> None:
+        self.reducer = reducer
 
     @property
-    def is_exchanged(self) -> bool:
-        """Return True if no fragment has moved, and nothing is on its way."""
-        return not (bool(tf.reduce_any(self.moved > 0)) or bool(tf.reduce_any(self.sent > 0)))
+    def made(self) -> int:
+        return int(self.reducer.steps)
 
 
-@dataclass(frozen=True, eq=False)
-class Fragment:
-    """Variables that are exchanged together.
+class GraphFragment(Fragment):
+    """Fragment of variables; a collective blocks, so an exchange ends where it is sent.
+
+    The variables are created here, and the global ones are those of this rank.
+
+    Args:
+        number: of the fragment.
+        sources: the model's variables, of TensorFlow or Keras.
+        reducer: of the layers of the global variables.
+        counters: of the rounds.
+        outer: settings of the outer optimizer.
+        rate: its learning rate, a variable.
+        averages: those that the inner optimizer keeps.
+        every: steps of a round.
+        is_delayed: what is reduced is applied later.
 
     Attributes:
-        sources: the model's, of TensorFlow or Keras.
-        reducer: of their pseudogradients.
+        sources, reducer: as given.
         copies: the global variables, in float32 if the model's are narrower.
-        velocities: of the outer optimizer; none without momentum.
-        means: reduced pseudogradients that are yet to be applied; none without a delay.
         averages: moving averages of the global variables, where the inner optimizer keeps such.
+        seconds_waited: in exchanges, compressing included.
     """
 
-    sources: list[Any]
-    reducer: GraphReducer
-    copies: list[tf.Variable]
-    velocities: list[tf.Variable]
-    means: list[tf.Variable]
-    averages: GlobalAverages
-
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
+        number: int,
         sources: list[Any],
         reducer: GraphReducer,
-        has_momentum: bool,
-        is_delayed: bool,
+        counters: CounterVariables,
+        outer: OuterSGD,
+        rate: tf.Variable,
         averages: dict[int, MovingAverage],
         every: int,
-    ) -> Fragment:
-        """Create a fragment's variables; the global ones are those of this rank.
-
-        Args:
-            sources: the model's.
-            reducer: of the layers of the global variables.
-            has_momentum: the outer optimizer has momentum.
-            is_delayed: what is reduced is applied later.
-            averages: those that the inner optimizer keeps.
-            every: steps of a round.
-        """
+        is_delayed: bool,
+    ) -> None:
+        self._number, self.sources, self.reducer = number, sources, reducer
+        self._counters, self._outer, self._rate = counters, outer, rate
+        self.exchange = GraphExchange(reducer)
         zeros = [tf.zeros(shape, dtype) for _, shape, dtype in reducer.layers]
 
         def created(name: str, needed: bool = True) -> list[tf.Variable]:
             return [new_variable(f"gradcomp_{name}", zero) for zero in zeros if needed]
 
-        copies = created("global")
-        velocities, means = created("velocity", has_momentum), created("mean", is_delayed)
-        kept = GlobalAverages(sources, copies, averages, every)
-        fragment = cls(sources, reducer, copies, velocities, means, kept)
-        fragment.take_copies()
-        return fragment
+        self.copies = created("global")
+        self._velocities = created("velocity", bool(outer.momentum))
+        self._means = created("mean", is_delayed)  # reduced, and yet to be applied
+        self._reduced: Sequence[Any] | None = None  # the same without a delay
+        self.averages = GlobalAverages(sources, self.copies, averages, every)
+        self.seconds_waited = 0.0
+        self.take_copies(keeps_equal=False)
 
     @property
     def variables(self) -> list[tf.Variable]:
         """Return the variables that a checkpoint keeps, without the reducer's."""
-        return [*self.shared, *self.velocities, *self.means]
+        return [*self._shared, *self._velocities, *self._means]
 
     @property
-    def shared(self) -> list[tf.Variable]:
-        """Return the variables that all ranks compare before an exchange."""
+    def _shared(self) -> list[tf.Variable]:
         return [*self.copies, *self.averages.variables]
 
-    def values(self) -> list[tf.Tensor]:
+    @property
+    def moved(self) -> int:
+        return int(self._counters.moved[self._number])
+
+    @moved.setter
+    def moved(self, steps: int) -> None:
+        self._counters.moved.scatter_nd_update([[self._number]], [steps])
+
+    @property
+    def _sent(self) -> int:
+        return int(self._counters.sent[self._number])
+
+    @_sent.setter
+    def _sent(self, content: int) -> None:
+        self._counters.sent.scatter_nd_update([[self._number]], [content])
+
+    @property
+    def in_flight(self) -> bool:
+        return self._sent != _NOTHING
+
+    def digest(self) -> int:
+        values = [v.read_value() for v in self._shared]
+        return zlib.crc32(checksums.digests_of(self.reducer.ops, values).numpy().tobytes())
+
+    # -- an exchange ---------------------------------------------------------------------------
+
+    def _values(self) -> list[tf.Tensor]:
         """Return this rank's variables, in the precision of the global ones."""
         return [
             tf.cast(plain_variable(v).read_value(), c.dtype)
             for v, c in zip(self.sources, self.copies)
         ]
 
-    def pseudogradients(self) -> list[Any]:
+    def _pseudogradients(self) -> list[Any]:
         """Return the global variables minus those of this rank; None where nothing trains.
 
         In the model's precision, with which the ranks began: what only the copies can express is
@@ -127,52 +173,79 @@ class Fragment:
         """
         return [
             tf.cast(tf.cast(c, v.dtype), c.dtype) - value if v.trainable else None
-            for v, c, value in zip(self.sources, self.copies, self.values())
+            for v, c, value in zip(self.sources, self.copies, self._values())
         ]
 
-    def take_copies(self, keeps_equal: bool = False) -> None:
-        """Set the global variables to those of this rank.
+    def send(self) -> None:
+        means = self._reduce()
+        if not self._means:
+            self._reduced = means
+            return
+        self._sent = _NOT_FINITE if means is None else _MEANS
+        for kept, mean in zip(self._means, means or ()):
+            kept.assign(tf.zeros_like(kept) if mean is None else mean)
 
-        Args:
-            keeps_equal: leave elements that this rank has as they were handed out: rounded to the
-                precision of the model, they would lose what the global variables know beyond it.
+    def _reduce(self) -> Sequence[Any] | None:
+        begin = time.perf_counter()
+        try:
+            means = self.reducer.reduce(self._pseudogradients())
+        except NonFiniteGradientError as error:
+            raise NonFiniteGradientError(
+                f"variables of some rank are not finite at the exchange after "
+                f"{self._counters.steps} local steps. Look for what made them so; with "
+                "nonfinite='skip' all ranks go back to the global variables"
+            ) from error
+        finally:
+            self.seconds_waited += time.perf_counter() - begin
+        return means if bool(self.reducer.finite) else None
+
+    def receive(self) -> Sequence[Any] | None:
+        if not self._means:
+            means, self._reduced = self._reduced, None
+            return means
+        content, self._sent = self._sent, _NOTHING
+        return [m.read_value() for m in self._means] if content == _MEANS else None
+
+    def drop(self) -> None:
+        self._sent = _NOTHING
+
+    def step(self, means: Sequence[Any]) -> None:
+        """Step the outer optimizer by reduced pseudogradients; None stays where it is.
+
+        Then the constraints of the model's variables hold for the global ones.
         """
-        for v, c, value in zip(self.sources, self.copies, self.values()):
-            c.assign(where_set(c, value, v.dtype) if keeps_equal else value)
-        self.averages.take(keeps_equal)
+        outer, rate = self._outer, self._rate
+        for place, (v, c, mean) in enumerate(zip(self.sources, self.copies, means)):
+            if mean is None or not v.trainable:
+                continue
+            change = mean
+            if self._velocities:
+                velocity = self._velocities[place]
+                velocity.assign(outer.momentum * velocity + mean)
+                change = mean + outer.momentum * velocity if outer.nesterov else velocity
+            c.assign(_constrained(v, c - tf.cast(rate, c.dtype) * change))
+        self.averages.update()
+
+    # -- global variables and those of the rank ------------------------------------------------
 
     def hand_out(self, blend: float) -> None:
-        """Set this rank's variables to the global ones, blended with its own."""
-        for v, c, value in zip(self.sources, self.copies, self.values()):
+        for v, c, value in zip(self.sources, self.copies, self._values()):
             mixed = _constrained(v, blend * value + (1.0 - blend) * c) if blend else c
             v.assign(tf.cast(mixed, plain_variable(v).dtype))
         self.averages.hand_out()
+        if not blend:
+            self.moved = 0
+
+    def take_copies(self, keeps_equal: bool) -> None:
+        for v, c, value in zip(self.sources, self.copies, self._values()):
+            c.assign(where_set(c, value, v.dtype) if keeps_equal else value)
+        self.averages.take(keeps_equal)
+        self.moved = 0
 
     def is_handed_out(self) -> bool:
         """Return True if this rank's variables are the global ones, in their own precision."""
         pairs = zip(self.sources, self.copies)
         return all(bool(tf.reduce_all(tf.cast(c, v.dtype) == plain_variable(v))) for v, c in pairs)
-
-    def keep_means(self, means: Sequence[Any]) -> None:
-        """Keep reduced pseudogradients until they are applied."""
-        for kept, mean in zip(self.means, means):
-            kept.assign(tf.zeros_like(kept) if mean is None else mean)
-
-    def step(self, means: Sequence[Any], outer: OuterSGD, rate: tf.Tensor) -> None:
-        """Step the outer optimizer by reduced pseudogradients; None stays where it is.
-
-        Then the constraints of the model's variables hold for the global ones.
-        """
-        for place, (v, c, mean) in enumerate(zip(self.sources, self.copies, means)):
-            if mean is None or not v.trainable:
-                continue
-            change = mean
-            if self.velocities:
-                velocity = self.velocities[place]
-                velocity.assign(outer.momentum * velocity + mean)
-                change = mean + outer.momentum * velocity if outer.nesterov else velocity
-            c.assign(_constrained(v, c - tf.cast(rate, c.dtype) * change))
-        self.averages.update()
 
 
 def _constrained(variable: Any, value: tf.Tensor) -> tf.Tensor:

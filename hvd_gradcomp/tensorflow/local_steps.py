@@ -1,8 +1,8 @@
 """`LocalSteps`: ranks that step alone, and exchange the change of variables now and then.
 
 See `algorithms.local_steps` for the method and its sources. The inner optimizer is the user's own,
-of Keras or another; what it has changed goes through a `GraphReducer` as a gradient would, into the
-`OuterLoop`.
+of Keras or another; what it has changed goes through a `GraphReducer` as a gradient would.
+`runtime/local_rounds.py` runs the rounds.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from hvd_gradcomp.algorithms.local_steps import (
     AVERAGING,
     LocalSchedule,
     OuterSGD,
-    check_deadline,
     cut,
     warn_without_warmup,
 )
 from hvd_gradcomp.algorithms.wrappers import take_over
+from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layers import Layer
+from hvd_gradcomp.runtime.local_rounds import LocalRounds
 from hvd_gradcomp.runtime.round_clock import RoundClock
 from hvd_gradcomp.runtime.unique_names import UniqueNames
 from hvd_gradcomp.tensorflow.averaging import BufferAverage, GradientAverage
 from hvd_gradcomp.tensorflow.comm import takes_part
-from hvd_gradcomp.tensorflow.exchange_check import ExchangeCheck
-from hvd_gradcomp.tensorflow.fragments import Fragment, RoundCounters
+from hvd_gradcomp.tensorflow.fragments import CounterVariables, GraphFragment
 from hvd_gradcomp.tensorflow.layers import named_layers, widened
 from hvd_gradcomp.tensorflow.moving_averages import UnknownAverages, averages_of
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
-from hvd_gradcomp.tensorflow.outer_loop import OuterLoop
+from hvd_gradcomp.tensorflow.rank_channel import GraphRankChannel
 from hvd_gradcomp.tensorflow.reducer import LOGGER, GraphReducer
 from hvd_gradcomp.tensorflow.reducers import exchanges_in
 from hvd_gradcomp.tensorflow.rivals import RivalExchanges
@@ -158,8 +158,7 @@ class LocalSteps(tf.Module):
         deadline: float | None = None,
     ) -> None:
         super().__init__(name="gradcomp_local")
-        self.schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
-        check_deadline(deadline, self.schedule)
+        self.schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend, deadline)
         self.deadline = deadline
         options = ExchangeOptions(
             sparse_as_dense=True,
@@ -171,7 +170,8 @@ class LocalSteps(tf.Module):
         _check_use(process_set, nonfinite, optimizer, compressor)
         place = options.position
         has_neighbours = place is not None and place.slots > 1
-        check_deadline(deadline, self.schedule, has_neighbours)
+        if has_neighbours:
+            self.schedule.check_averages_in_hosts()
         settings = (
             f"{self.schedule}, {outer=}, hierarchical={hierarchical}, "
             f"nonfinite={options.nonfinite}{'' if deadline is None else f', {deadline=}'}"
@@ -181,8 +181,11 @@ class LocalSteps(tf.Module):
         numbers = _titles.setdefault(process_set.process_set_id, UniqueNames("gradcomp.local"))
         title = f"{numbers.take()}.{process_set.process_set_id}"
         layers, averages = _exchangeable(variables), averages_of(optimizer)
-        parts = [
-            Fragment.create(
+        self._counters = counters = CounterVariables(fragments)
+        self.learning_rate = new_variable("gradcomp_outer_rate", tf.constant(outer.lr, tf.float64))
+        self._fragments = [
+            GraphFragment(
+                number,
                 [variables[i] for i in part],
                 GraphReducer(
                     [widened(layers[i]) for i in part],
@@ -192,10 +195,12 @@ class LocalSteps(tf.Module):
                     settings=f", {settings}",
                     make_variable=new_variable,
                 ),
-                has_momentum=bool(outer.momentum),
+                counters,
+                outer,
+                self.learning_rate,
+                averages,
+                every,
                 is_delayed=bool(delay),
-                averages=averages,
-                every=every,
             )
             for number, part in enumerate(cut([prod(s) for _, s, _ in layers], fragments))
         ]
@@ -203,28 +208,35 @@ class LocalSteps(tf.Module):
             layers, title, process_set, bool(warmup_steps), has_neighbours
         )
         averaged = [b for b in buffers or () if tf.as_dtype(b.dtype).is_floating]
-        means = BufferAverage(averaged, f"{title}.buffers", process_set) if averaged else None
-        self._counters = counters = RoundCounters(fragments)
-        self.learning_rate = new_variable("gradcomp_outer_rate", tf.constant(outer.lr, tf.float64))
-        names = [] if means is None else [name for name, _, _ in means.reducer.layers]
-        self._check = ExchangeCheck(
-            title, process_set, f"{settings}, buffers={names}", layers, counters, self._averages
-        )
-        self._loop = OuterLoop(
-            parts, means, outer, self.learning_rate, counters, self.schedule, self._check
+        self._buffers = None
+        if averaged:
+            self._buffers = BufferAverage(averaged, f"{title}.buffers", process_set)
+        names = [n for r in self._buffer_reducers for n, _, _ in r.layers]
+        settings = f"{settings}, buffers={names}"
+        self._ranks = GraphRankChannel(
+            title, process_set, settings, layers, self.reducers, self._averages
         )
         self._gather = GraphProgressGather(title, process_set)
-        self._round_clock = None
-        if deadline is not None:
-            self._round_clock = RoundClock(self._gather, every, deadline)
+        clock = None if deadline is None else RoundClock(self._gather, every, deadline)
+        self._machine = LocalRounds(
+            self.schedule,
+            self._fragments,
+            self._ranks,
+            counters,
+            buffers=self._buffers,
+            clock=clock,
+        )
         # Checkpoints know the variables by the names of these attributes.
-        self._steps, self._clock, self._rounds = counters.steps, counters.clock, counters.rounds
+        self._steps, self._clock = counters.steps_variable, counters.clock_variable
+        self._rounds = counters.rounds_variable
         self._moved, self._sent = counters.moved, counters.sent
         reducers = *self.reducers, *self.others
-        self.kept = [v for part in parts for v in part.variables]
+        self.kept = [v for fragment in self._fragments for v in fragment.variables]
         self.kept += [v for reducer in reducers for v in reducer.variables]
         inner = () if optimizer is None else optimizer.variables
-        differ = (counters.steps,) if deadline is None else counters.of_steps
+        differ = [self._steps]
+        if deadline is not None:
+            differ += [self._clock, self._moved]
         for v in map(plain_variable, (*differ, *variables, *inner)):
             if isinstance(v, tf.Variable):
                 keep_apart(v)
@@ -259,10 +271,10 @@ class LocalSteps(tf.Module):
             return list(gradients)
         self._require_sole()
         # step() compares from then on: a rank may trace this anew while others run their graph.
-        if not self._check.agreed:
+        if not self._machine.agreed:
             with tf.init_scope():
-                self._loop.begin(self.warms_up)
-        return self._averages.reduce(gradients, self._counters.clock < self.schedule.warmup_steps)
+                self._machine.begin()
+        return self._averages.reduce(gradients, self._clock < self.schedule.warmup_steps)
 
     def step(self, steps: int = 1) -> None:
         """Count local steps, after the inner optimizer's; exchange where the schedule says so.
@@ -287,23 +299,12 @@ class LocalSteps(tf.Module):
         _require_eager("step")
         self._require_sole()
         self._require_known_averages()
-        counters, alone = self._counters, 0
-        counters.steps.assign_add(steps)
-        first = int(counters.clock) + 1
-        for step in range(first, first + steps):
-            counters.clock.assign(step)
-            if self.schedule.warms_up(step):
-                self._loop.begin(warms_up=True)
-                if step == self.schedule.warmup_steps:
-                    self._loop.take_copies()
-                continue
-            counters.moved.assign_add(tf.ones_like(counters.moved))
-            alone += 1
-            self._loop.begin()  # with a deadline, a rank without one would never come to the clock
-            if self._round_clock is None:
-                self._loop.exchange_due(step)
-        if self._round_clock is not None and alone and self._round_clock.step(alone):
-            self._loop.exchange_all()
+        self._machine.begin()
+        warm = min(steps, max(0, self.schedule.warmup_steps - self._counters.clock))
+        for _ in range(warm):
+            self._machine.count_warm_step()
+        if steps > warm:
+            self._machine.end_local_steps(steps - warm)
 
     def exchange(self) -> None:
         """Exchange now, whatever the schedule says: at the end of a training, or of an epoch.
@@ -319,14 +320,7 @@ class LocalSteps(tf.Module):
             DivergedError, MismatchError, NonFiniteGradientError, RuntimeError: as in `step`.
         """
         _require_eager("exchange")
-        if (
-            self._round_clock is not None
-            and int(self._counters.clock) >= self.schedule.warmup_steps
-        ):
-            self._loop.begin()
-            while not self._round_clock.meet():
-                self._loop.exchange_all()
-        self._loop.exchange_all()
+        self._machine.exchange()
 
     def restart(self) -> None:
         """Take this rank's variables as the global ones, after they were set in mid-training.
@@ -336,17 +330,18 @@ class LocalSteps(tf.Module):
         LocalSteps that was made for these variables may no longer exchange them.
         """
         self.claim()
-        if self._round_clock is not None:
-            self._round_clock.restart()
         self._rivals.forget()
-        self._loop.restart()
+        self._machine.restart()
 
     def restart_if_set(self) -> None:
         """Restart if a rank's variables were set since the global ones were applied.
 
         All ranks call it between steps. It sees no change of variables after a step.
         """
-        if self._loop.were_set():
+        done = self.is_exchanged
+        was_set = done and not all(fragment.is_handed_out() for fragment in self._fragments)
+        rows = self._ranks.gather([int(was_set), int(done)]).values()
+        if any(was_set for was_set, _ in rows) and all(done for _, done in rows):
             self.restart()
 
     def begin_anew(self, title: str) -> None:
@@ -355,19 +350,18 @@ class LocalSteps(tf.Module):
         Args:
             title: prefix of the names of what the ranks compare, rank 0's.
         """
-        self._check.restart(title)
-        if self._round_clock is not None:
-            self._gather.rename(title)
-            self._round_clock.reconnect()
+        self._ranks.title = title
+        self._gather.rename(title)
+        self._machine.reconnect()
         if self.is_exchanged:
             return
-        if self._check.is_first:
+        if self._ranks.is_first:
             LOGGER.warning(
                 "all ranks go on from the global variables: up to %d local steps of each, since "
                 "the last exchange, are lost",
-                int(tf.reduce_max(self._counters.moved)),
+                max(fragment.moved for fragment in self._fragments),
             )
-        self._loop.begin_anew()
+        self._machine.discard_steps()
 
     def claim(self) -> None:
         """Let no other LocalSteps exchange these variables until that one claims them."""
@@ -416,27 +410,27 @@ class LocalSteps(tf.Module):
     @property
     def title(self) -> str:
         """Return the prefix of the names of what the ranks compare."""
-        return self._check.title
+        return self._ranks.title
 
     @property
     def seconds_waited(self) -> float:
         """Return the seconds in which steps stood still for exchanges, compressing included."""
-        return self._loop.seconds_waited
+        return sum(fragment.seconds_waited for fragment in self._fragments)
 
     @property
     def steps_made(self) -> int:
         """Return the local steps so far."""
-        return int(self._counters.steps)
+        return self._machine.counters.steps
 
     @property
     def rounds(self) -> int:
         """Return how often pseudogradients of the whole model were applied so far."""
-        return int(self._counters.rounds)
+        return self._machine.counters.rounds
 
     @property
     def warms_up(self) -> bool:
         """Return True if gradients are averaged in the next step."""
-        return self.schedule.warms_up(int(self._counters.clock) + 1)
+        return self._machine.warms_up
 
     @property
     def averages_gradients(self) -> bool:
@@ -446,29 +440,32 @@ class LocalSteps(tf.Module):
     @property
     def is_exchanged(self) -> bool:
         """Return True if variables are the global ones; also during warm-up."""
-        return self._counters.is_exchanged
+        return self._machine.is_exchanged
 
     @property
     def reducers(self) -> list[GraphReducer]:
         """Return the reducer of each fragment."""
-        return [fragment.reducer for fragment in self._loop.fragments]
+        return [fragment.reducer for fragment in self._fragments]
 
     @property
     def others(self) -> list[GraphReducer]:
         """Return the reducers of warm-up and of buffers, if there are any."""
-        warmup, buffers = self._averages.warmup, self._loop.buffers
-        found = warmup, None if buffers is None else buffers.reducer
-        return [reducer for reducer in found if reducer is not None]
+        warmup = self._averages.warmup
+        return [*([] if warmup is None else [warmup]), *self._buffer_reducers]
+
+    @property
+    def _buffer_reducers(self) -> list[GraphReducer]:
+        return [] if self._buffers is None else [self._buffers.exchange.reducer]
 
     @property
     def trained(self) -> list[Any]:
         """Return the model's variables that are exchanged, by fragment."""
-        return [v for fragment in self._loop.fragments for v in fragment.sources]
+        return [v for fragment in self._fragments for v in fragment.sources]
 
     @property
     def global_variables(self) -> list[list[tf.Variable]]:
         """Return the global variables of each fragment."""
-        return [fragment.copies for fragment in self._loop.fragments]
+        return [fragment.copies for fragment in self._fragments]
 
 
 def _require_eager(method: str) -> None:
@@ -493,11 +490,7 @@ def _check_use(
             "this rank is not in process_set=: make LocalSteps on its ranks alone, and train "
             "without it on the others"
         )
-    if nonfinite not in (None, "raise", "skip"):
-        raise ValueError(
-            f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}: there is no mean "
-            "of variables that are not finite"
-        )
+    validate.skip_or_raise(nonfinite, "there is no mean of variables that are not finite")
     if exchanging := exchanges_in(optimizer):
         raise ValueError(
             f"{exchanging} exchanges gradients in every step, and LocalSteps the variables every "
@@ -524,8 +517,8 @@ def _settled(outer: Any, compressor: Compressor) -> tuple[OuterSGD, Compressor]:
     """
     if not isinstance(outer, OuterSGD):
         raise TypeError(f"outer= takes OuterSGD(lr=..., momentum=...), got {outer!r}")
-    own = outer.momentum, bool(outer.nesterov)
-    compressor, gives_up = take_over(compressor, "OuterSGD", own)
+    momentum = outer.momentum, bool(outer.nesterov)
+    compressor, gives_up = take_over(compressor, "OuterSGD", momentum)
     return OuterSGD(outer.lr, 0.0) if gives_up else outer, compressor
 
 

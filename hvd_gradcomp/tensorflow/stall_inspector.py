@@ -109,18 +109,18 @@ class _Site:
     """Record of a collective in a graph.
 
     Attributes:
-        asked: its name and process set.
-        turn: odd while it is pending; greater each time.
+        operation: its name and process set.
+        count: odd while it is pending; greater each time.
     """
 
-    asked: PendingOp
-    turn: tf.Variable
+    operation: PendingOp
+    count: tf.Variable
 
     def begin(self) -> Any:
-        return self.turn.assign_add(1 + self.turn % 2)  # a failed one is still odd
+        return self.count.assign_add(1 + self.count % 2)  # a failed one is still odd
 
     def end(self) -> Any:
-        return self.turn.assign_add(self.turn % 2)
+        return self.count.assign_add(self.count % 2)
 
 
 class ReportRounds:
@@ -150,8 +150,8 @@ class ReportRounds:
         return int(self.due.numpy()) >= self.reported + (not pending)
 
 
-class _StallInspector:
-    """Records of this rank, and the thread that watches them."""
+class _Watch:
+    """Records of this rank, and the thread that has a `StallInspector` look at them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -163,17 +163,16 @@ class _StallInspector:
         self._calls: dict[int, PendingOp] = {}
         self._rounds: dict[int, ReportRounds] = {}
         self._numbers = itertools.count()
+        self._inspector = stall_inspector.StallInspector(self._pending, self._submit, self._members)
         self.drop()
         atexit.register(self._stop.set)
 
     def drop(self) -> None:
         """Drop all records: Horovod starts or ends."""
-        self.message, self._telling = "", False
-        self._found, self._ended = threading.Event(), threading.Event()
+        self.message, self._reports = "", False
+        self._deadlocked, self._ended = threading.Event(), threading.Event()
         self._calls.clear()
-        self._looked: tuple[Hashable, ...] = ()
-        self._since, self._turn = time.monotonic(), 0
-        self._watches: dict[int, tuple[Sequence[int], stall_inspector.StallChannel]] = {}
+        self._inspector.drop()
         self._sets: dict[int, Sequence[int]] = {}
         for rounds in list(self._rounds.values()):
             rounds.drop()
@@ -202,8 +201,8 @@ class _StallInspector:
         key = name, process_set
         site = self._sites.get(key)
         if site is None:
-            asked = PendingOp(name, RankSet(process_set, []), lambda: False, shown=shown)
-            self._sites[key] = site = _Site(asked, _counter("waits"))
+            operation = PendingOp(name, RankSet(process_set, []), lambda: False, shown=shown)
+            self._sites[key] = site = _Site(operation, _counter("waits"))
         if _marking.owner is not None:  # TensorFlow does not let go of all graphs
             _marking.owner.add(site)
             return site
@@ -225,10 +224,10 @@ class _StallInspector:
         finally:
             self._calls.pop(number, None)
 
-    def found(self) -> str:
+    def deadlock_message(self) -> str:
         """Return why a deadlock has shut Horovod down, once it has; empty if there is none."""
-        if self._telling:
-            self._found.wait(4 * _GRACE)
+        if self._reports:
+            self._deadlocked.wait(4 * _GRACE)
         if self.message:
             self._ended.wait(20 * _GRACE)
         return self.message
@@ -251,35 +250,37 @@ class _StallInspector:
                 self._end(str(error))
             except Exception as error:  # for example, Horovod ends meanwhile
                 LOGGER.debug("the look for deadlocks has failed: %s", error)
-                self._watches.clear()
+                self._inspector.drop()
+
+    def _pending(self) -> dict[Hashable, PendingOp]:
+        """Return what this rank waits for; see `StallInspector`."""
+        pending: dict[Hashable, PendingOp] = {}
+        for site in self.living_sites():
+            count, operation = int(site.count.numpy()), site.operation
+            if count % 2:
+                pending[operation.name, operation.process_set.process_set_id, count] = operation
+        calls = list(self._calls.items())
+        pending.update(calls)
+        return pending if len({call.thread for _, call in calls}) < 2 else {}
 
     def _look(self) -> None:
-        calls = list(self._calls.items())
-        turns = [(site, int(site.turn.numpy())) for site in self.living_sites()]
-        waits = [(site, turn) for site, turn in turns if turn % 2]
-        signature = *((site.asked.name, turn) for site, turn in waits), *(n for n, _ in calls)
-        if signature != self._looked:
-            self._looked, self._since = signature, time.monotonic()
-            self._turn += 1
-        asked = [site.asked for site, _ in waits] + [one for _, one in calls]
-        self._telling = bool(asked) and time.monotonic() - self._since >= stall_inspector.PATIENCE
-        if not self._telling or len({one.thread for _, one in calls}) > 1:
-            return  # another thread may still ask for what other ranks wait for
-        for number in {0, *(one.process_set.process_set_id for one in asked)}:
-            watch = self._among(number)
-            if watch is not None:
+        waiting = self._inspector.overdue()
+        self._reports = bool(waiting)
+        for number in {0, *(op.process_set.process_set_id for op in waiting)} if waiting else ():
+            channel = self._among(number)
+            if channel is not None:
                 try:
-                    watch.check(asked, self._turn)
+                    self._inspector.report(waiting, channel)
                 finally:
                     rounds = self.rounds(number)
-                    rounds.told.assign(rounds.reported * watch.pending)
+                    rounds.told.assign(rounds.reported * channel.pending)
 
     def _answer(self) -> None:
         """Submit and complete the reports that all ranks must submit, since one has."""
         for number, rounds in list(self._rounds.items()):
-            watch = self._among(number)
-            if watch is not None and rounds.is_due(watch.pending):
-                watch.complete()
+            channel = self._among(number)
+            if channel is not None and rounds.is_due(channel.pending):
+                channel.complete()
                 rounds.reported = max(rounds.reported, int(rounds.due.numpy()))
                 rounds.told.assign(0)
 
@@ -288,10 +289,7 @@ class _StallInspector:
         ranks = self._members().get(number)
         if not ranks or len(ranks) == 1 or horovod.rank() not in ranks:
             return None
-        if number not in self._watches or self._watches[number][0] != ranks:
-            watch = stall_inspector.StallChannel(RankSet(number, ranks), self._tell, self._members)
-            self._watches[number] = ranks, watch
-        return self._watches[number][1]
+        return self._inspector.among(RankSet(number, ranks))
 
     def _members(self) -> dict[int, Sequence[int]]:
         """Return the ranks of each process set; as last known if another rank has ended Horovod."""
@@ -301,14 +299,14 @@ class _StallInspector:
             LOGGER.debug("Horovod has ended; process sets are those from before")
         return self._sets
 
-    def _tell(self, table: list[list[int]], name: str, process_set: RankSet) -> BackgroundCall:
+    def _submit(self, table: list[list[int]], name: str, process_set: RankSet) -> BackgroundCall:
         self.rounds(process_set.process_set_id).reported += 1
         return _summed(table, name, process_set)
 
     def _end(self, why: str) -> None:
         self.message = why + _END
         LOGGER.error("%s", self.message)
-        self._found.set()
+        self._deadlocked.set()
         time.sleep(_GRACE)
         try:
             _STOCK_SHUTDOWN()
@@ -330,16 +328,16 @@ def _summed(table: list[list[int]], name: str, process_set: RankSet) -> Backgrou
 
     graph = tf.function(total, autograph=False).get_concrete_function()  # names count there
 
-    def told() -> Any:
+    def sums() -> Any:
         try:
             return graph().numpy()
         except tf.errors.OpError as error:
             raise RuntimeError(error.message) from error
 
-    return BackgroundCall(told, "gradcomp-told")
+    return BackgroundCall(sums, "gradcomp-report")
 
 
-_watcher = _StallInspector()
+_watch = _Watch()
 
 
 class _RecordedOps:
@@ -359,13 +357,13 @@ def _recorded(title: str, stock: Callable[..., Any]) -> Callable[..., Any]:
         if tf.executing_eagerly():
             # Eager collectives pair by kind, not by name.
             shown = f"{kind} ({options['name']})" if options.get("name") else kind
-            with translated(), _watcher.call(kind, shown, process_set):
+            with translated(), _watch.call(kind, shown, process_set):
                 return stock(*arguments, **options)
         in_function = tf.compat.v1.executing_eagerly_outside_functions()
         if not _marking.on or not in_function:
             return stock(*arguments, **options)
         name = f"{kind}.{options.get('name') or 'without a name'}"
-        site = _watcher.site(name, options.get("name") or kind, process_set)
+        site = _watch.site(name, options.get("name") or kind, process_set)
         inputs = [x for x in tf.nest.flatten([*arguments]) if isinstance(x, tf.Tensor)]
         with tf.control_dependencies(inputs):
             begin = site.begin()
@@ -391,17 +389,17 @@ def _marks(on: bool, owner: set[Any] | None = None) -> Iterator[None]:
 
 def rounds(process_set: Any) -> ReportRounds:
     """Return the report rounds that the sync messages of these ranks carry."""
-    return _watcher.rounds(process_set.process_set_id)
+    return _watch.rounds(process_set.process_set_id)
 
 
 def waiting(name: str, process_set: Any) -> AbstractContextManager[None]:
     """Record that this thread waits for a collective of a graph that has no record itself."""
-    return _watcher.call(f"allgather.{name}", name, process_set.process_set_id)
+    return _watch.call(f"allgather.{name}", name, process_set.process_set_id)
 
 
 def records() -> list[PendingOp]:
     """Return the collectives of graphs that are recorded."""
-    return [site.asked for site in _watcher.living_sites()]
+    return [site.operation for site in _watch.living_sites()]
 
 
 def unmarked() -> Any:
@@ -420,8 +418,8 @@ def translated() -> Iterator[None]:
     try:
         yield
     except tf.errors.OpError as error:
-        _watcher.close_records()
-        message = _watcher.found() if "Horovod" in (error.message or "") else ""
+        _watch.close_records()
+        message = _watch.deadlock_message() if "Horovod" in (error.message or "") else ""
         if not message:
             raise
         raise DeadlockError(message) from error
@@ -430,7 +428,7 @@ def translated() -> Iterator[None]:
 @functools.wraps(_STOCK_INIT)
 def init(*arguments: Any, **options: Any) -> Any:
     """Initialize Horovod like its own `init`; records start anew."""
-    _watcher.drop()
+    _watch.drop()
     return _STOCK_INIT(*arguments, **options)
 
 
@@ -438,7 +436,7 @@ def init(*arguments: Any, **options: Any) -> Any:
 def shutdown(*arguments: Any, **options: Any) -> Any:
     """Shut Horovod down like its own `shutdown`; records are dropped."""
     result = _STOCK_SHUTDOWN(*arguments, **options)
-    _watcher.drop()
+    _watch.drop()
     return result
 
 

@@ -41,10 +41,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.runtime.elastic import Lost
+from hvd_gradcomp.runtime.local_rounds import WARMUP
 from hvd_gradcomp.torch import rank_state
 from hvd_gradcomp.torch.comm.c10d import ProcessGroup
 from hvd_gradcomp.torch.inference import outside_inference
-from hvd_gradcomp.torch.local.rounds import WARMUP
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.rendezvous import Generation, LeaveNotice, Rendezvous, RendezvousError

@@ -77,7 +77,7 @@ class TorchState(Membership, _StockState):
         self.begin()
 
     def reset(self) -> None:
-        comm_horovod.waiting.drop()  # Horovod has restarted
+        comm_horovod.forget()
         super().reset()
 
     def _gather(self, seat: RankState) -> list[RankState]:

@@ -299,7 +299,7 @@ class GradSynchronizer:
         self._versions, self._reduced = GradVersions(), GradVersions()
         self._late = LateGradients(self._versions)
         self.news = self.synchronized = self._warned = False
-        self._stalls = horovod.waiting.among(self._process_set)
+        self._stalls = horovod.stalls.among(self._process_set)
         self._hooks = autograd_hooks.GradHooks(self)
         self._hooks.watch(reducer.parameters)
 

@@ -14,18 +14,27 @@ import torch
 
 from hvd_gradcomp.algorithms.local_steps import (
     LocalSchedule,
-    check_deadline,
     warn_without_warmup,
+)
+from hvd_gradcomp.checkpoint.schema import CheckpointError
+from hvd_gradcomp.core import validate
+from hvd_gradcomp.runtime.local_rounds import (
+    CommitProtocol,
+    LocalRounds,
+    PendingResult,
+    RoundCounters,
 )
 from hvd_gradcomp.runtime.round_clock import RoundClock
 from hvd_gradcomp.torch.inference import outside_inference
-from hvd_gradcomp.torch.local.fragment import Connect
+from hvd_gradcomp.torch.local.averaging import BufferMeans, mean_exchange
+from hvd_gradcomp.torch.local.fragment import Connect, make_fragments, without_local
 from hvd_gradcomp.torch.local.outer import Outer, OuterOptimizer
-from hvd_gradcomp.torch.local.rounds import CommitProtocol, PendingResult, make_rounds
+from hvd_gradcomp.torch.local.ranks import TensorRankChannel
 from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.round_clock import TensorProgressGather
-from hvd_gradcomp.torch.tensor_exchange import Connection, TensorExchange
+from hvd_gradcomp.torch.tensor_exchange import Connection, RankSync, TensorExchange
+from hvd_gradcomp.torch.warmup import WarmUp
 from hvd_gradcomp.torch.wrapped_optimizer import (
     KEPT,
     WrappedOptimizer,
@@ -42,14 +51,12 @@ class LocalStepsOptimizer(WrappedOptimizer):
         optimizer: the inner one.
         named_parameters: (name, parameter) of all that it trains; by place if None.
         connect: returns the connection of one exchange, by its name; all ranks call it alike.
-        schedule: of the exchanges.
+        schedule: of the exchanges, with their deadline.
         outer: the outer optimizer, or what makes it from a list of the global parameters.
         compression: of the pseudogradients, as in `DistributedOptimizer`.
         stock: Horovod's `Compression`, if there is Horovod.
         named_buffers: buffers whose mean over ranks is taken with the last fragment.
         bucket_bytes, nonfinite: as in `DistributedOptimizer`.
-        deadline: seconds that ranks go on for those that have made fewer steps; None to exchange
-            after as many steps on all of them.
         connect_clock: as `connect`, where nothing else travels; needed with a deadline.
 
     Attributes:
@@ -77,35 +84,50 @@ class LocalStepsOptimizer(WrappedOptimizer):
         named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
         bucket_bytes: int | None = None,
         nonfinite: str | None = None,
-        deadline: float | None = None,
         connect_clock: Callable[[], Connection] | None = None,
     ) -> None:
         super().__init__(optimizer)
-        _check(optimizer, schedule, nonfinite)
-        check_deadline(deadline, schedule)
-        self.schedule, self.deadline = schedule, deadline
+        validate.skip_or_raise(nonfinite, "there is no mean of parameters that are not finite")
+        if isinstance(optimizer, torch.optim.LBFGS) and schedule.warmup_steps:
+            raise ValueError(
+                "warmup_steps= averages the gradients of a step once, and LBFGS computes them many "
+                "times: use warmup_steps=0"
+            )
+        self.schedule, self.deadline = schedule, schedule.deadline
         self._skips = nonfinite == "skip"
         named = named_of(optimizer, named_parameters)
-        outer_optimizer = OuterOptimizer(outer, [p for _, p in named], compression, stock)
-        self.outer = outer_optimizer.optimizer
-        warn_without_warmup(
-            outer_optimizer.momentum, outer_optimizer.compressor, schedule.warmup_steps
-        )
-        self.settings = f"{schedule}, outer={outer_optimizer}, {nonfinite=}, {bucket_bytes=}"
+        parameters = [p for _, p in named]
+        self._names = [name for name, _ in named]
+        self._outer = OuterOptimizer(outer, parameters, compression, stock)
+        self.outer = self._outer.optimizer
+        warn_without_warmup(self._outer.momentum, self._outer.compressor, schedule.warmup_steps)
+        self.settings = f"{schedule}, outer={self._outer}, {nonfinite=}, {bucket_bytes=}"
         clock = None
-        if deadline is not None:
-            self.settings = f"{self.settings}, {deadline=}"
-            clock = _make_clock(connect_clock, schedule, deadline, device_of(named))
-        self._rounds = make_rounds(
-            optimizer,
-            named,
-            connect,
+        if schedule.deadline is not None:
+            assert connect_clock is not None
+            self.settings = f"{self.settings}, deadline={schedule.deadline}"
+            gather = TensorProgressGather(connect_clock(), device_of(named))
+            clock = RoundClock(gather, schedule.every, schedule.deadline)
+        sync = RankSync(connect("sync"), device_of(named))
+        options = ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite=nonfinite, scaler=False)
+        self._fragments = make_fragments(
+            named, self._outer, schedule.fragments, connect, options, self.settings
+        )
+        self._warmup: WarmUp | None = None
+        self._buffers: BufferMeans | None = None
+        if schedule.warmup_steps:
+            self._warmup = WarmUp(optimizer, parameters, mean_exchange(named, connect, "warmup"))
+        averaged = [(name, b) for name, b in named_buffers or () if b.is_floating_point()]
+        if averaged:
+            self._buffers = BufferMeans(averaged, connect)
+        self._rounds = LocalRounds(
             schedule,
-            outer_optimizer,
-            ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite=nonfinite, scaler=False),
-            self.settings,
-            [(name, b) for name, b in named_buffers or () if b.is_floating_point()],
-            clock,
+            self._fragments,
+            TensorRankChannel(sync, self.settings, optimizer, parameters),
+            RoundCounters(),
+            warmup=self._warmup,
+            buffers=self._buffers,
+            clock=clock,
         )
         self._claim_parameters("LocalSteps", named)
 
@@ -129,14 +151,14 @@ class LocalStepsOptimizer(WrappedOptimizer):
                 with nonfinite="skip" all ranks go back to the global parameters instead.
         """
         self._check_superseded()
-        self._rounds.begin_step(self._refusal)
+        self._rounds.begin(self._refusal)
         found_inf = self.unscale()
-        if self._rounds.progress.warms_up:
+        if self._rounds.warms_up:
             loss = loss_of(closure)
             self._rounds.warm_step(may_skip=found_inf or self.scaled or self._skips)
         else:
             loss = None if found_inf else self.inner.step(closure)
-            self._rounds.end_local_step()
+            self._rounds.end_local_steps()
         return loss
 
     @interpreted
@@ -160,8 +182,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
     def restart(self) -> None:
         """Take this rank's parameters as the global ones, after they were set in mid-training.
 
-        All ranks call it, with equal parameters, before the next forward: the next exchange
-        compares them. What travels is dropped.
+        All ranks call it, with equal parameters, before the next forward: the next step compares
+        them. What travels is dropped.
 
         Not needed for what is set before the first step, or directly after an exchange without
         `blend`. Then parameters are the global ones, in the model's precision, and the next step
@@ -189,7 +211,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
 
     @outside_inference()
     def resolve(self, applies: bool) -> None:
-        """Apply what is uncommitted, or go back to before its exchange; see `Rounds.resolve`."""
+        """Apply what is uncommitted, or undo its exchange; see `LocalRounds.resolve`."""
         self._rounds.resolve(applies)
 
     @outside_inference()
@@ -207,10 +229,10 @@ class LocalStepsOptimizer(WrappedOptimizer):
         Raises:
             CheckpointError: it is of another model or schedule.
         """
-        self._rounds.check_fits(state_dict[KEPT])
+        self._check_fits(state_dict[KEPT])
         self.load_inner(state_dict)
         self.load_rounds(state_dict)
-        self._rounds.progress.loaded = False
+        self._rounds.loaded = False
 
     def compare_again(self) -> None:
         super().compare_again()
@@ -220,21 +242,20 @@ class LocalStepsOptimizer(WrappedOptimizer):
 
     @property
     def exchanges(self) -> tuple[list[TensorExchange], list[TensorExchange]]:
-        fragments = [fragment.exchange for fragment in self._rounds.fragments]
-        return fragments, self._rounds.other_exchanges
+        others = [means.exchange for means in (self._warmup, self._buffers) if means is not None]
+        return [fragment.exchange for fragment in self._fragments], others
 
     @property
     def is_exchanged(self) -> bool:
-        """Return True if parameters are the global ones; also during warm-up."""
-        return not any(each.moved or each.sent is not None for each in self._rounds.fragments)
+        return self._rounds.is_exchanged
 
     @property
     def steps_made(self) -> int:
-        return self._rounds.progress.steps
+        return self._rounds.counters.steps
 
     @steps_made.setter
     def steps_made(self, steps: int) -> None:
-        self._rounds.progress.steps = steps
+        self._rounds.counters.steps = steps
 
     @property
     def steps_taken(self) -> int:
@@ -242,7 +263,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
 
     @property
     def rounds(self) -> int:
-        return self._rounds.progress.rounds
+        return self._rounds.counters.rounds
 
     @outside_inference()
     def state_dict(self, mode: str = "sharded") -> dict[str, Any]:
@@ -252,14 +273,29 @@ class LocalStepsOptimizer(WrappedOptimizer):
         `hvd.save_checkpoint` does so; it calls this with mode="consolidated" for a checkpoint that
         any number of ranks loads, which begin with the global parameters.
         """
-        kept = self._rounds.save(mode)
-        return {**self.inner.state_dict(), KEPT: kept}
+        counters, warmup, buffers = self._rounds.counters, self._warmup, self._buffers
+        saved = {
+            "schedule": repr(self.schedule),
+            "mode": mode,
+            "names": self._names,
+            "started": self._rounds.started,
+            "steps": counters.steps,
+            "clock": counters.clock,
+            "rounds": counters.rounds,
+            "outer": self._outer.state_dict(),
+            "fragments": [fragment.save(mode) for fragment in self._fragments],
+            "warmup": None if warmup is None else warmup.exchange.save(mode),
+            "buffers": None if buffers is None else buffers.exchange.save(mode),
+        }
+        return {**self.inner.state_dict(), KEPT: saved}
 
     @outside_inference()
     def common_state_dict(self) -> dict[str, Any]:
         """Return the state that all ranks may go on from: with the global parameters."""
-        kept = self._rounds.save_common()
-        return {**self.inner.state_dict(), KEPT: kept}
+        self._rounds.refresh_copies()  # no step of the warm-up moves them
+        state = self.state_dict()
+        fragments = [without_local(saved) for saved in state[KEPT]["fragments"]]
+        return {**state, KEPT: {**state[KEPT], "fragments": fragments}}
 
     @outside_inference()
     @torch.no_grad()
@@ -272,48 +308,43 @@ class LocalStepsOptimizer(WrappedOptimizer):
         Raises:
             CheckpointError: it is of another model, schedule, compressor or number of ranks.
         """
-        kept = state_dict.get(KEPT)
-        if kept is None:
+        saved = state_dict.get(KEPT)
+        if saved is None:
             self.load_inner(state_dict)
             self.restart()
             return
-        self._rounds.check_fits(kept)
+        self._check_fits(saved)
         self.load_inner(state_dict)
-        self._rounds.load_exchanges(kept)
+        for fragment, state in zip(self._fragments, saved["fragments"]):
+            fragment.exchange.load(state["exchange"])
+        for means, name in ((self._warmup, "warmup"), (self._buffers, "buffers")):
+            if means is not None and saved[name] is not None:
+                means.exchange.load(saved[name])
         self.load_rounds(state_dict)
 
     @outside_inference()
     @torch.no_grad()
     def load_rounds(self, state_dict: dict[str, Any]) -> None:
-        """Load what `load_state_dict` does but the inner optimizer and what compressors keep."""
-        self._rounds.load(state_dict[KEPT])
+        saved, rounds = state_dict[KEPT], self._rounds
+        self._outer.load_state_dict(saved["outer"])
+        for fragment, state in zip(self._fragments, saved["fragments"]):
+            fragment.load(state, saved["started"])
+        rounds.restart_clock()
+        rounds.started, rounds.loaded = saved["started"], True
+        for name in ("steps", "clock", "rounds"):
+            setattr(rounds.counters, name, saved[name])
 
+    def _check_fits(self, saved: Any) -> None:
+        """Check that a state was saved with this schedule, and these parameters.
 
-def _check(
-    optimizer: torch.optim.Optimizer, schedule: LocalSchedule, nonfinite: str | None
-) -> None:
-    """Check that local steps of an optimizer are possible.
-
-    Raises:
-        ValueError: they are not with this schedule, or this policy.
-    """
-    if isinstance(optimizer, torch.optim.LBFGS) and schedule.warmup_steps:
-        raise ValueError(
-            "warmup_steps= averages the gradients of a step once, and LBFGS computes them many "
-            "times: use warmup_steps=0"
-        )
-    if nonfinite not in (None, "raise", "skip"):
-        raise ValueError(
-            f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}: there is no "
-            "mean of parameters that are not finite"
-        )
-
-
-def _make_clock(
-    connect: Callable[[], Connection] | None,
-    schedule: LocalSchedule,
-    deadline: float,
-    device: torch.device,
-) -> RoundClock:
-    assert connect is not None
-    return RoundClock(TensorProgressGather(connect(), device), schedule.every, deadline)
+        Raises:
+            CheckpointError: it was not.
+        """
+        expected = {"schedule": repr(self.schedule), "names": self._names}
+        for name, value in expected.items():
+            saved_value = saved.get(name) if isinstance(saved, dict) else saved
+            if saved_value != value:
+                raise CheckpointError(
+                    f"the state was saved with another {name}: {saved_value}, and here it is "
+                    f"{value}"
+                )

@@ -22,8 +22,8 @@ from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.exchange_state import diverged
 from hvd_gradcomp.torch.fixed_variance import FixedVarianceAdam
 from hvd_gradcomp.torch.inference import outside_inference
-from hvd_gradcomp.torch.local.comparison import REMEDY
 from hvd_gradcomp.torch.local.fragment import digest as digest_of
+from hvd_gradcomp.torch.local.ranks import REMEDY
 from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.step_sync import OutOfStepError
@@ -77,11 +77,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         super().__init__(optimizer)
         self._adam = FixedVarianceAdam(optimizer, warmup_steps)
         validate.count("warmup_steps", warmup_steps, low=1)
-        if nonfinite not in (None, "raise", "skip"):
-            raise ValueError(
-                f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}: a momentum that is "
-                "not finite stays so"
-            )
+        validate.skip_or_raise(nonfinite, "a momentum that is not finite stays so")
         compressor = as_compressor(compression, stock)
         if compressor.correction is not None and compressor.correction[0] != 0:
             raise ValueError(
@@ -139,7 +135,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
                 )
             return loss
         if warm:
-            self._warmup.step(means)
+            self._warmup.apply(means)
         else:
             self._adam.update({p: mean for (_, p), mean in zip(self._named, means)})
         return loss

@@ -17,6 +17,7 @@ import torch
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime import config_check, errors
+from hvd_gradcomp.runtime.local_rounds import Exchange
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.runtime.stall_inspector import StallChannel
 from hvd_gradcomp.torch.bucket import Named
@@ -108,7 +109,7 @@ class RankSync:
         return errors.explain_errors(transport.failure, what, transport.library)
 
 
-class TensorExchange:
+class TensorExchange(Exchange):
     """Exchange of tensors of the shapes of some parameters; the mean over ranks is returned.
 
     Args:
@@ -154,6 +155,10 @@ class TensorExchange:
             planner, transport, participants, options, prescale=1.0, postscale=mean
         )
         self._check = ConfigCheck(self.reducer, settings)
+
+    @property
+    def made(self) -> int:
+        return self.reducer.steps
 
     @property
     def started(self) -> bool:
@@ -214,6 +219,12 @@ class TensorExchange:
         means = [reducer.reduced_grad(p).to(p.dtype) for p in reducer.planner.ordered_parameters]
         reducer.end_step()
         return None if undone else means
+
+    def commit(self) -> None:
+        self.reducer.commit()
+
+    def rollback(self) -> None:
+        self.reducer.discard()
 
     def abort(self) -> None:
         """Drop an exchange that was started, on all ranks; the state is as before it."""

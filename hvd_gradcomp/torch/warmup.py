@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
+from hvd_gradcomp.runtime.local_rounds import DenseMeans
 from hvd_gradcomp.torch.tensor_exchange import TensorExchange
 
 
-class WarmUp:
+class WarmUp(DenseMeans):
     """First steps, in which the ranks average their gradients, dense, and step alike.
 
     Args:
@@ -21,6 +22,8 @@ class WarmUp:
         exchange: as given.
     """
 
+    exchange: TensorExchange
+
     def __init__(
         self,
         inner: torch.optim.Optimizer,
@@ -31,11 +34,10 @@ class WarmUp:
 
     @torch.no_grad()
     def average(self) -> list[torch.Tensor] | None:
-        """Return the mean gradients; None if one of some rank is not finite."""
         self.exchange.start([dense_gradient(p) for p in self._parameters])
         return self.exchange.finish()
 
-    def step(self, means: Sequence[torch.Tensor]) -> None:
+    def apply(self, means: Sequence[torch.Tensor]) -> None:
         """Step the inner optimizer by gradients that all ranks have."""
         for p, mean in zip(self._parameters, means):
             if p.requires_grad:

@@ -30,7 +30,10 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
     """Optimizer that has another one's groups, options, state and hooks.
 
     A `GradScaler` calls its `step` also where it has found infinities, so that all ranks count the
-    same steps: `unscale` does what the scaler would have done.
+    same steps: `unscale` does what the scaler would have done. Hooks of the inner optimizer, such
+    as `register_step_post_hook`, could not take its place: the scaler does not step that one then,
+    so no hook would run on this rank alone; and no hook can leave out a step whose mean gradients
+    are not finite, or have a closure computed before they are averaged.
 
     Args:
         optimizer: the inner one.

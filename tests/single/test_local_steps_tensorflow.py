@@ -194,8 +194,8 @@ def test_a_new_trace_compares_nothing_with_other_ranks(monkeypatch):
     """After a restart other ranks may still run the graph that they have, and would not answer."""
     local = hvd.LocalSteps([tf.Variable([1.0])], 4, warmup_steps=9)
     asked = []
-    gather = local._check._gather
-    monkeypatch.setattr(local._check, "_gather", lambda *how: asked.append(how) or gather(*how))
+    gather = local._ranks._gather
+    monkeypatch.setattr(local._ranks, "_gather", lambda *how: asked.append(how) or gather(*how))
 
     @tf.function
     def reduced(batch):
@@ -370,7 +370,7 @@ def test_moving_averages_are_those_of_the_global_variables(fragments, around):
         optimizer.finalize_variable_values(variables)
         np.testing.assert_allclose(flat(variables), wanted, rtol=1e-5, atol=1e-6)
     kept = np.concatenate(
-        [v.numpy().reshape(-1) for f in local._loop.fragments for v in f.averages.variables]
+        [v.numpy().reshape(-1) for f in local._machine.fragments for v in f.averages.variables]
     )
     np.testing.assert_allclose(kept, wanted, rtol=1e-5, atol=1e-6)
 
@@ -822,7 +822,7 @@ def test_fit_ends_with_averages_of_global_weights(at_epoch_end):
     ends = []
     for _ in range(2):
         fit(model, [callback], epochs=2)
-        fragments = callback.local._loop.fragments
+        fragments = callback.local._machine.fragments
         for v, average in zip(model.trainable_variables, fragments[0].averages.variables):
             np.testing.assert_array_equal(v.numpy(), average.numpy())
         ends.append(flat(model.trainable_variables))
@@ -842,7 +842,7 @@ def test_fit_refuses_an_optimizer_that_the_callback_does_not_know():
             go_on()
     later = hvd_keras.callbacks.LocalSteps(4)
     fit(model, [later])
-    assert later.local._loop.fragments[0].averages.variables
+    assert later.local._machine.fragments[0].averages.variables
     with pytest.raises(ValueError, match="or is another one"):
         fit(compiled(), [later])
 

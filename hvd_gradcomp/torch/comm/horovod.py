@@ -47,7 +47,7 @@ def pauses() -> Callable[[], None]:
     def pause() -> None:
         waited = time.perf_counter() - start
         if waited > _LONG:
-            waiting.check()
+            stalls.check()
         time.sleep(min(max(waited / 16, _SHORTEST), _LONGEST))
 
     return pause
@@ -79,7 +79,7 @@ class Work:
         pause = pauses()
         while not self.ready():
             pause()
-        waiting.operations.pop(self.key, None)
+        pending_ops.remove(self.key)
         result = recorded.synchronize(self.handle)
         self.references.clear()
         return result
@@ -118,7 +118,7 @@ def takes(device: torch.device) -> bool:
 
 def _lend(name: str, process_set: Any, enqueue: Callable[..., int], *arguments: Any) -> Work:
     loan = _unwatched(enqueue, *arguments, name, process_set)
-    waiting.operations[loan.key] = stall_inspector.PendingOp(name, process_set, loan.ready)
+    pending_ops.operations[loan.key] = stall_inspector.PendingOp(name, process_set, loan.ready)
     return loan
 
 
@@ -128,7 +128,7 @@ def _unwatched(enqueue: Callable[..., int], *arguments: Any) -> Work:
     return Work(next(_keys), enqueue(*lent), references)
 
 
-def _told(table: list[list[int]], name: str, process_set: Any) -> Work:
+def _summed(table: list[list[int]], name: str, process_set: Any) -> Work:
     """Sum a table over ranks, unseen by the stall inspector."""
     tensor = torch.tensor(table, dtype=torch.int64, device="cpu")
     sums = torch.empty_like(tensor), name, horovod.Sum, 1.0, 1.0, process_set
@@ -137,10 +137,19 @@ def _told(table: list[list[int]], name: str, process_set: Any) -> Work:
 
 _keys = itertools.count()
 _stock = recorded.STOCK  # the unrecorded functions: `_lend` records
-waiting = stall_inspector.StallInspector(
-    _told, lambda: mpi_ops._basics._get_process_set_ids_and_ranks()
+pending_ops = recorded.PendingOps()
+stalls = stall_inspector.StallInspector(
+    pending_ops.pending, _summed, lambda: mpi_ops._basics._get_process_set_ids_and_ranks()
 )
-recorded.watch(waiting, pauses)
+
+
+def forget() -> None:
+    """Drop all records and reports after a restart of Horovod."""
+    pending_ops.operations.clear()
+    stalls.drop()
+
+
+recorded.watch(pending_ops, forget, pauses)
 
 
 def allgather(tensor: torch.Tensor, name: str, process_set: Any) -> Work:

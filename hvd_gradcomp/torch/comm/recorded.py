@@ -12,12 +12,12 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from horovod.torch import mpi_ops
 
-from hvd_gradcomp.runtime.stall_inspector import PendingOp, StallInspector
+from hvd_gradcomp.runtime.stall_inspector import MAX_LISTED, PendingOp
 
 _PREFIXES = {  # of the names by which Horovod matches collectives, by enqueueing function
     "_allreduce_async": "allreduce",
@@ -39,11 +39,45 @@ _REPLACED = {name: getattr(mpi_ops, name) for name in ("synchronize", "barrier",
 _unnamed: dict[tuple[str, int], int] = {}  # count of unnamed ones, by prefix and process set
 
 
-def watch(waiting: StallInspector, pauses: Callable[[], Callable[[], None]]) -> None:
+class PendingOps:
+    """Record of the collectives that this rank has submitted and that have not completed.
+
+    Attributes:
+        operations: the pending collectives, by key. Handles that are always waited for add and
+            remove theirs; `add` and `remove` are for those that may be dropped.
+    """
+
+    def __init__(self) -> None:
+        self.operations: dict[Hashable, PendingOp] = {}
+        self._threads: set[int] = set()
+
+    def add(self, key: Hashable, operation: PendingOp) -> None:
+        """Record a submitted collective."""
+        if len(self.operations) > MAX_LISTED:  # nobody has waited for the completed ones
+            for known, op in list(self.operations.items()):
+                if op.ready():
+                    self.remove(known)
+        self.operations[key] = operation
+        if operation.thread is not None:
+            self._threads.add(operation.thread)
+
+    def remove(self, key: Hashable) -> None:
+        """Remove a collective that has completed or failed."""
+        self.operations.pop(key, None)
+
+    def pending(self) -> Mapping[Hashable, PendingOp]:
+        """Return what this rank waits for; see `StallInspector`."""
+        return self.operations if len(self._threads) < 2 else {}
+
+
+def watch(
+    pending: PendingOps, forget: Callable[[], None], pauses: Callable[[], Callable[[], None]]
+) -> None:
     """Replace the functions that enqueue or wait in all of Horovod's modules for PyTorch.
 
     Args:
-        waiting: records collectives, and checks whether they can complete.
+        pending: records collectives.
+        forget: drops what is recorded of a Horovod that has ended.
         pauses: makes a function to call between two polls; see `comm.horovod.pauses`.
     """
 
@@ -54,24 +88,24 @@ def watch(waiting: StallInspector, pauses: Callable[[], Callable[[], None]]) -> 
                 while not mpi_ops.poll(handle):
                     pause()
             finally:
-                waiting.remove(_key(handle))
+                pending.remove(_key(handle))
         return synchronize(handle)
 
     def barrier(process_set: Any = mpi_ops.global_process_set) -> None:
         key = _key(object())
-        waiting.add(key, PendingOp("barrier", process_set, lambda: False, _thread()))
+        pending.add(key, PendingOp("barrier", process_set, lambda: False, _thread()))
         try:
             _REPLACED["barrier"](process_set)  # enqueues, and calls the `wait` above
         finally:
-            waiting.remove(key)
+            pending.remove(key)
 
-    def shutdown(*given: Any, **named: Any) -> Any:
+    def shutdown(*arguments: Any, **options: Any) -> Any:
         _unnamed.clear()
-        waiting.drop()
-        return _REPLACED["shutdown"](*given, **named)
+        forget()
+        return _REPLACED["shutdown"](*arguments, **options)
 
     for name, stock in STOCK.items():
-        setattr(mpi_ops, name, _recorded(waiting, stock, _PREFIXES[name]))
+        setattr(mpi_ops, name, _recorded(pending, stock, _PREFIXES[name]))
     ours: dict[str, Callable[..., Any]] = {
         "synchronize": wait,
         "barrier": barrier,
@@ -84,15 +118,13 @@ def watch(waiting: StallInspector, pauses: Callable[[], Callable[[], None]]) -> 
                     setattr(module, name, functools.wraps(stock)(ours[name]))
 
 
-def _recorded(
-    waiting: StallInspector, stock: Callable[..., int], prefix: str
-) -> Callable[..., int]:
+def _recorded(pending: PendingOps, stock: Callable[..., int], prefix: str) -> Callable[..., int]:
     """Wrap an enqueueing function so that it records each collective."""
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
-    def enqueue(*given: Any, **named: Any) -> int:
-        call = signature.bind(*given, **named).arguments
+    def enqueue(*arguments: Any, **options: Any) -> int:
+        call = signature.bind(*arguments, **options).arguments
         process_set = call["process_set"]
         if not call["name"]:
             series = prefix, process_set.process_set_id
@@ -103,7 +135,7 @@ def _recorded(
         def ready() -> bool:  # also if it was waited for elsewhere
             return handle not in mpi_ops._handle_map or bool(mpi_ops.poll(handle))
 
-        waiting.add(
+        pending.add(
             _key(handle), PendingOp(f"{prefix}.{call['name']}", process_set, ready, _thread())
         )
         return handle

@@ -1,9 +1,8 @@
-"""Parts of `LocalSteps`, of one rank.
+"""Parts of `LocalSteps` on PyTorch; `runtime/local_rounds.py` runs the rounds with them.
 
-rounds       sends and applies what the schedule says; the global parameters
 fragment     parameters that are exchanged together, and their global copies
 outer        the optimizer over the global parameters
 averaging    dense means over ranks, of buffers and of gradients in the warm-up
-comparison   compares what the ranks are about to exchange
-progress     counts steps and rounds
+ranks        the comparison of ranks before an exchange
+max_norm     embeddings that a forward changes
 """

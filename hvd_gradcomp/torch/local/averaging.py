@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.torch.local.fragment import Connect, wide
+from hvd_gradcomp.runtime.local_rounds import DenseMeans
+from hvd_gradcomp.torch.local.fragment import Connect
+from hvd_gradcomp.torch.local.outer import wide
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.tensor_exchange import TensorExchange
 
@@ -27,7 +29,7 @@ def mean_exchange(
     return TensorExchange(shapes, shapes, NoneCompressor(), connect(name), options, name)
 
 
-class BufferMeans:
+class BufferMeans(DenseMeans):
     """Averaging of a model's buffers, such as running means.
 
     Args:
@@ -38,16 +40,16 @@ class BufferMeans:
         exchange: of the buffers.
     """
 
+    exchange: TensorExchange
+
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], connect: Connect) -> None:
         self._buffers = [buffer for _, buffer in named]
         self.exchange = mean_exchange(named, connect, "buffers")
 
     def average(self) -> list[torch.Tensor] | None:
-        """Return the mean of each buffer; None if one of some rank is not finite."""
         self.exchange.start(self._buffers)
         return self.exchange.finish()
 
     def apply(self, means: Sequence[torch.Tensor]) -> None:
-        """Set the buffers."""
         for buffer, mean in zip(self._buffers, means):
             buffer.detach().copy_(mean)

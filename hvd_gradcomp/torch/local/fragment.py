@@ -3,47 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hvd_gradcomp.algorithms.local_steps import cut
-from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.runtime.local_rounds import Fragment
 from hvd_gradcomp.torch.bucket import Named, as_real
 from hvd_gradcomp.torch.local.max_norm import Table, shortened, tables_of, was_shortened
+from hvd_gradcomp.torch.local.outer import OuterOptimizer
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.reducer import sum_of_bits
 from hvd_gradcomp.torch.tensor_exchange import Connection, TensorExchange
 
 _PRIME = 2**31 - 1
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # dtypes of global copies
 
 Connect = Callable[[str], Connection]  # returns the connection of one exchange, by its name
 
 
-@dataclass
-class Fragment:
-    """Parameters that are exchanged together.
+class TensorFragment(Fragment):
+    """Fragment of parameters that each rank has whole.
 
-    Attributes:
+    Args:
         parameters: of the model.
         copies: the global parameters, in float32 if the model's are narrower.
+        outer: the optimizer that moves them.
         exchange: of the pseudogradients.
-        tables: embeddings among the parameters, by place.
-        sent: pseudogradients that travel; None if none do.
-        moved: this rank has made a step, or blended, since its parameters were the global ones.
+        tables: embeddings with `max_norm` among the parameters, by place.
+
+    Attributes:
+        parameters, copies, exchange: as given.
+        sent: pseudogradients in flight; None if none are.
     """
 
-    parameters: list[torch.nn.Parameter]
-    copies: list[torch.nn.Parameter]
     exchange: TensorExchange
-    tables: dict[int, Table]
-    sent: list[torch.Tensor] | None = None
-    moved: bool = False
 
-    def pseudogradients(self) -> list[torch.Tensor]:
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        copies: list[torch.nn.Parameter],
+        outer: OuterOptimizer,
+        exchange: TensorExchange,
+        tables: dict[int, Table],
+    ) -> None:
+        self.parameters, self.copies, self.exchange = parameters, copies, exchange
+        self._outer, self._tables = outer, tables
+        self.sent: list[torch.Tensor] | None = None
+        self.moved = 0
+
+    @property
+    def in_flight(self) -> bool:
+        return self.sent is not None
+
+    def digest(self) -> int:
+        return digest(self.copies)
+
+    # -- an exchange ---------------------------------------------------------------------------
+
+    def _pseudogradients(self) -> list[torch.Tensor]:
         """Return the global parameters minus those of this rank; zeros where nothing trains.
 
         In the model's precision, with which the ranks began: what only the copies can express is
@@ -58,29 +76,47 @@ class Fragment:
 
     @torch.no_grad()
     def send(self) -> None:
-        """Start the exchange of the pseudogradients."""
-        self.sent = self.pseudogradients()
+        self.sent = self._pseudogradients()
         self.exchange.start(self.sent)
 
+    def resume(self) -> None:
+        if self.sent is not None and not self.exchange.started:
+            self.exchange.start(self.sent)
+
     def receive(self) -> list[torch.Tensor] | None:
-        """End the exchange; return the mean pseudogradients, None if it was undone on all ranks."""
         self.sent = None
         return self.exchange.finish()
 
     def drop(self) -> None:
-        """Drop what travels; the compressor's state is as before."""
         self.exchange.abort()
         self.sent = None
 
     @torch.no_grad()
-    def take_copies(self) -> None:
-        """Set the global parameters to those of this rank.
+    def step(self, means: Sequence[torch.Tensor]) -> None:
+        self._outer.step(
+            [
+                (c, mean if p.requires_grad else None)
+                for c, p, mean in zip(self.copies, self.parameters, means)
+            ]
+        )
 
-        What is equal in the model's precision stays as precise as it is.
-        """
+    # -- global parameters and those of the rank -----------------------------------------------
+
+    @torch.no_grad()
+    def hand_out(self, blend: float) -> None:
         for c, p in zip(self.copies, self.parameters):
-            c.copy_(torch.where(_differs(p, c), p.to(c.dtype), c))
-        self.moved = False
+            if blend:
+                p.copy_(blend * p + (1.0 - blend) * c)
+            else:
+                p.copy_(c)
+        if not blend:
+            self.moved = 0
+
+    @torch.no_grad()
+    def take_copies(self, keeps_equal: bool = True) -> None:
+        for c, p in zip(self.copies, self.parameters):
+            c.copy_(torch.where(_differs(p, c), p.to(c.dtype), c) if keeps_equal else p)
+        self.moved = 0
 
     @torch.no_grad()
     def take_set(self) -> None:
@@ -93,46 +129,29 @@ class Fragment:
             return
         for place, (c, p) in enumerate(zip(self.copies, self.parameters)):
             is_set = _differs(p, c)
-            if place in self.tables:
+            if place in self._tables:
                 rows = c.detach().to(p.dtype)
-                is_set &= ~was_shortened(self.tables[place], rows, p.detach()).unsqueeze(1)
+                is_set &= ~was_shortened(self._tables[place], rows, p.detach()).unsqueeze(1)
             c.copy_(torch.where(is_set, p.to(c.dtype), c))
 
     @torch.no_grad()
-    def align_tables(self) -> None:
-        """Shorten all rows of embeddings, where a forward has shortened those that it looked up.
-
-        For steps that the ranks make alike, from parameters that are equal.
-        """
-        for place, table in self.tables.items():
+    def before_warm_step(self) -> None:
+        """Shorten all rows of embeddings, where a forward has shortened those that it looked up."""
+        for place, table in self._tables.items():
             p = self.parameters[place].detach()
             rows = self.copies[place].detach().to(p.dtype)
             is_set = _differs(p, rows).any(1) & ~was_shortened(table, rows, p)
             p.copy_(torch.where(is_set.unsqueeze(1), p, shortened(table, rows)))
 
     @torch.no_grad()
-    def take_tables(self) -> None:
-        """Set the global rows of embeddings to those of this rank, after a step made alike."""
-        for place in self.tables:
+    def after_warm_step(self) -> None:
+        for place in self._tables:
             self.copies[place].copy_(self.parameters[place])
 
-    def hand_out(self, blend: float) -> None:
-        """Set this rank's parameters to the global ones, blended with its own."""
-        for c, p in zip(self.copies, self.parameters):
-            if blend:
-                p.copy_(blend * p + (1.0 - blend) * c)
-            else:
-                p.copy_(c)
-        self.moved = bool(blend)
+    def after_idle_round(self) -> None:
+        self.hand_out(0.0)  # rows that a forward has shortened
 
-    def resume(self) -> None:
-        """Start the exchange of what travelled when the state was saved that was loaded."""
-        if self.sent is not None and not self.exchange.started:
-            self.exchange.start(self.sent)
-
-    def digest(self) -> int:
-        """Return a checksum of the global parameters."""
-        return digest(self.copies)
+    # -- checkpoints ---------------------------------------------------------------------------
 
     def save(self, mode: str) -> dict[str, Any]:
         """Return the state; with mode="consolidated" what any number of ranks loads."""
@@ -143,26 +162,26 @@ class Fragment:
             "sent": None if self.sent is None else [x.clone() for x in self.sent],
             "exchange": self.exchange.save(mode),
         }
-        return common(saved) if mode == "consolidated" else saved
+        return without_local(saved) if mode == "consolidated" else saved
 
     @torch.no_grad()
     def load(self, saved: dict[str, Any], started: bool) -> None:
-        """Load a state of `save`, but what the compressor keeps.
+        """Load a state of `save`, without the compressor's.
 
         Args:
             saved: of any rank; one that is not this rank's own gives the global parameters.
             started: set the model's parameters as well: the training had begun.
         """
-        own = self._is_own(saved)
+        is_own = self._is_own(saved)
         self.exchange.abort()
         for c, value in zip(self.copies, saved["global"]):
             c.copy_(value)
         self.sent = None
-        self.moved = own and saved["moved"]
-        if own and saved["sent"] is not None:
+        self.moved = saved["moved"] if is_own else 0
+        if is_own and saved["sent"] is not None:
             self.sent = [x.to(c.device, copy=True) for x, c in zip(saved["sent"], self.copies)]
         if started:
-            for p, value in zip(self.parameters, saved["local"] if own else saved["global"]):
+            for p, value in zip(self.parameters, saved["local"] if is_own else saved["global"]):
                 p.copy_(value)
 
     def _is_own(self, saved: dict[str, Any]) -> bool:
@@ -173,13 +192,13 @@ class Fragment:
 
 def _differs(p: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """Return True where parameters have other bits than global ones in the model's precision."""
-    mine, common = as_real(p.detach()), as_real(c.detach().to(p.dtype))
-    bits = _BITS[mine.element_size()]
-    differs = mine.view(bits) != common.view(bits)
+    local, shared = as_real(p.detach()), as_real(c.detach().to(p.dtype))
+    bits = _BITS[local.element_size()]
+    differs = local.view(bits) != shared.view(bits)
     return differs.any(-1) if p.is_complex() else differs
 
 
-def common(saved: dict[str, Any]) -> dict[str, Any]:
+def without_local(saved: dict[str, Any]) -> dict[str, Any]:
     """Return a fragment's saved state without what belongs to one rank between two exchanges."""
     return {**saved, "local": None, "sent": None}
 
@@ -189,28 +208,20 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
     return int(sum(sum_of_bits(x) % _PRIME for x in tensors)) % _PRIME
 
 
-def wide(x: torch.Tensor) -> torch.nn.Parameter:
-    """Return zeros of a tensor's shape, in float32 if it is narrower."""
-    zeros = torch.zeros_like(x, dtype=_WIDE.get(x.dtype, x.dtype), requires_grad=False)
-    return torch.nn.Parameter(zeros)
-
-
 def make_fragments(
     named: Named,
-    copies: Sequence[torch.nn.Parameter],
+    outer: OuterOptimizer,
     number: int,
-    compressor: Compressor,
     connect: Connect,
     options: ExchangeOptions,
     settings: str,
-) -> list[Fragment]:
+) -> list[TensorFragment]:
     """Cut a model into fragments of about as many elements each.
 
     Args:
         named: (name, parameter) of all that is exchanged.
-        copies: the global parameters, in the same order.
+        outer: has the global parameters, in the same order, and the compressor.
         number: of the fragments.
-        compressor: of the pseudogradients.
         connect: returns the connection of each exchange.
         options: of the exchanges.
         settings: that must be equal on all ranks.
@@ -221,12 +232,12 @@ def make_fragments(
     fragments = []
     tables = tables_of([p for _, p in named])
     for place, part in enumerate(cut([p.numel() for _, p in named], number)):
-        owners, own_copies = [named[at] for at in part], [copies[at] for at in part]
-        shapes = [(name, c) for (name, _), c in zip(owners, own_copies)]
+        owners, copies = [named[at] for at in part], [outer.copies[at] for at in part]
+        shapes = [(name, c) for (name, _), c in zip(owners, copies)]
         connection = connect(f"local{place}")
-        exchange = TensorExchange(shapes, owners, compressor, connection, options, settings)
+        exchange = TensorExchange(shapes, owners, outer.compressor, connection, options, settings)
         inside = {at - part.start: tables[at] for at in part if at in tables}
-        fragment = Fragment([p for _, p in owners], own_copies, exchange, inside)
+        fragment = TensorFragment([p for _, p in owners], copies, outer, exchange, inside)
         fragment.take_copies()
         fragments.append(fragment)
     return fragments

@@ -9,8 +9,9 @@ import torch
 
 from hvd_gradcomp.algorithms.local_steps import OuterSGD
 from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.torch.local.fragment import Fragment, wide
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor
+
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # dtypes of global copies
 
 Outer = Any  # OuterSGD, or a function that makes an optimizer from a list of parameters
 
@@ -41,9 +42,9 @@ class OuterOptimizer:
         self.copies = [wide(p) for p in parameters]
         self.optimizer = _optimizer_of(outer, list(self.copies))
         self.compressor: Compressor
-        self.compressor, own = resolve_compressor(compression, self.optimizer, stock)
+        self.compressor, handover = resolve_compressor(compression, self.optimizer, stock)
         self.momentum = _momentum_of(self.optimizer)
-        self._transfer = None if own is None else MomentumTransfer(self.optimizer, *own)
+        self._transfer = None if handover is None else MomentumTransfer(self.optimizer, *handover)
 
     def __repr__(self) -> str:
         """Describe the options, which must be equal on all ranks."""
@@ -51,16 +52,20 @@ class OuterOptimizer:
         options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         return f"{type(self.optimizer).__name__}({options})"
 
-    def step(self, fragment: Fragment, means: Sequence[torch.Tensor]) -> None:
-        """Move a fragment's global parameters by its mean pseudogradients."""
-        for c, p, mean in zip(fragment.copies, fragment.parameters, means):
-            c.grad = mean if p.requires_grad else None
+    def step(self, changes: Sequence[tuple[torch.nn.Parameter, torch.Tensor | None]]) -> None:
+        """Move some global parameters.
+
+        Args:
+            changes: (global parameter, mean pseudogradient), None where nothing trains.
+        """
+        for c, mean in changes:
+            c.grad = mean
         if self._transfer is not None:
             self._transfer.check()
             self._transfer.decay()
         with torch.enable_grad():
             self.optimizer.step()
-        for c in fragment.copies:
+        for c, _ in changes:
             c.grad = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,6 +78,12 @@ class OuterOptimizer:
         self.optimizer.load_state_dict(state)
         if self._transfer is not None:
             self._transfer.take()
+
+
+def wide(x: torch.Tensor) -> torch.nn.Parameter:
+    """Return zeros of a tensor's shape, in float32 if it is narrower."""
+    zeros = torch.zeros_like(x, dtype=_WIDE.get(x.dtype, x.dtype), requires_grad=False)
+    return torch.nn.Parameter(zeros)
 
 
 def _momentum_of(optimizer: torch.optim.Optimizer) -> float:
