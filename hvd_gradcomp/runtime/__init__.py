@@ -3,6 +3,7 @@
     program_runner    steps a program and the branches that it switches to; which ranks take part;
                       submits a program's collectives to a transport by name and counts the bytes
     config_check      compares the configuration of all ranks before the first exchange
+    step_header       the row of integers that ranks compare before they act
     hierarchy         dense allreduce inside a host, compressed exchange between hosts
     elastic           membership of an elastic run
     stall_inspector   finds ranks that wait for each other
