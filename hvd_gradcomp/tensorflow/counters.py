@@ -56,7 +56,7 @@ class ExchangeCounters:
         """Count the bytes returned by a collective."""
         self.local["bytes_received"].assign_add(_bytes_of(tensor))
 
-    def heard(self, reply: tf.Tensor) -> None:
+    def record_checksum(self, reply: tf.Tensor) -> None:
         """Record a reply that is bit-identical on all ranks."""
         self.checksums.append(_sum_of_bits(reply))
 

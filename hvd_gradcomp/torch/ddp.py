@@ -402,7 +402,7 @@ class CompressionState:
             RuntimeError: nothing was exchanged since the last call, or rollback is False.
         """
         run = self._run
-        if not run.discard() and not (run.planner.compressor.is_linear and run.steps):
+        if not run.rollback() and not (run.planner.compressor.is_linear and run.steps):
             raise RuntimeError(
                 "discard_step() restores the state from before the last exchange: call it once, "
                 "after backward(), and make ddp.compress without rollback=False"
@@ -698,7 +698,7 @@ class HookExchange:
             )
         run, planner = self._run, self._run.planner
         run.begin_step()
-        step = [run.steps, int(run.undoes), int(self._joined)]
+        step = [run.steps, int(run.rolls_back_nonfinite), int(self._joined)]
         said = self._transport.gather_words(step, "the beginning of a step")
         every = list(said.values())
         # Who has joined has no loss that a GradScaler could have scaled.
@@ -706,7 +706,7 @@ class HookExchange:
         if len(words) > 1 or any(step != every[0][0] for step, _, _ in every):
             raise out_of_step(said)
         if self._joined:
-            run.follow(any(undone for _, undone in words))
+            run.adopt_policy(any(undone for _, undone in words))
         self._taking_part = sum(not joined for *_, joined in every)
         if planner.arrived is not None and run.steps > 0:
             for handle in self._order_hooks:
@@ -745,12 +745,12 @@ class HookExchange:
             raise ValueError(_fixed_by_ddp(", ".join(absent)))
         if planner.arrived is not None and run.steps == 0:
             planner.fix_order()
-        run.programs.drive()
+        run.programs.wait_all()
         bad = [self._names[p] for p in self._rows.wait()]
         if bad:  # on all ranks, as all have the same rows
             what = f"a rank has a NaN or an infinity in the sparse gradient of {', '.join(bad)}"
             run.programs.errors.append(NonFiniteGradientError(what))
-        run.end_exchange()
+        run.finish_exchange()
 
     def _hand_out(self) -> None:
         """Return the reduced gradients to DDP; raise an error only after its backward has ended.
@@ -769,22 +769,22 @@ class HookExchange:
                 gradient.copy_(self._reduced_like(gradient, p))
                 if factor != 1.0:
                     gradient.mul_(factor)
-                self._run.taken(p)
+                self._run.mark_copied(p)
             if error is not None:
                 bucket.fill(float("nan"))
             bucket.future.set_result(bucket.buffer)
         if error is not None:
-            self._run.end_step()
+            self._run.finish_step()
             self._rows.clear()
-            self._run.sources.forget()
-            self._run.scaling.forget()
+            self._run.sources.clear()
+            self._run.scaling.reset()
             if self._joined:
                 raise error
             after_backward(lambda: _raise(error))
             return
-        self._run.end_step()
+        self._run.finish_step()
         self._rows.clear()
-        if self._joined or self._run.undone or model is None:
+        if self._joined or self._run.rolled_back or model is None:
             return
         if model.find_unused_parameters or model.static_graph:
             before = [pair for bucket in waiting for pair in bucket.before()]
@@ -795,7 +795,7 @@ class HookExchange:
         rows = self._rows.reduced(p)
         if rows is not None:
             rows = rows.to(gradient.dtype)
-            if self._run.undone:
+            if self._run.rolled_back:
                 rows.values().fill_(float("nan"))
             return rows
         reduced = self._run.reduced_grad(p)

@@ -152,7 +152,7 @@ class ElasticState:
         self.__dict__.update(objects)
         optimizer.commit_protocol = self
         for reducer in self._reducers:
-            reducer.rollback = True
+            reducer.keeps_snapshots = True
 
     @property
     def lost(self) -> list[Lost]:

@@ -160,7 +160,7 @@ class CompressedOptimizer(StateHandler):
 
     @outside_inference()
     def restore(self) -> None:
-        self._synchronizer.abandon()
+        self._synchronizer.abort_exchange()
         states = [cloned(state) for state in self._saved.states]
         checkpoint.restore(self.reducer, self._saved._replace(states=states))
         # `load_state_dict` keeps tensors by reference; those of the commit must not change.
@@ -172,7 +172,7 @@ class CompressedOptimizer(StateHandler):
         self.reducer.rename(name)
         TITLES.continue_from(number)
         hand_out(self.value, 0, elastic=True)
-        self._synchronizer.abandon()
+        self._synchronizer.abort_exchange()
 
     def forget(self) -> None:
         """Reset this rank's own state, but not replicated fields, to that before the first step."""
@@ -184,7 +184,7 @@ class CompressedOptimizer(StateHandler):
         ranks = self.reducer.participants.process_set.size()
         how = scales(optimizer.op, optimizer.gradient_predivide_factor, ranks)
         resize(self.reducer, *how, horovod.rank() == 0)
-        self._synchronizer.abandon()
+        self._synchronizer.abort_exchange()
 
 
 class ExchangingOptimizer(StateHandler):

@@ -299,7 +299,7 @@ class ShardedCompression:
             RuntimeError: nothing was exchanged since the last call.
         """
         run = self._run
-        if not run.discard() and not (run.planner.compressor.is_linear and run.steps):
+        if not run.rollback() and not (run.planner.compressor.is_linear and run.steps):
             raise RuntimeError(
                 "discard_step() restores the state from before the last exchange: call it once, "
                 "after backward()"

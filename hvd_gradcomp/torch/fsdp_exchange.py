@@ -144,7 +144,7 @@ class ShardExchange:
             )
         run.begin_step()
         frozen = [s.name for s in self._shards if not s.trained]
-        words = [run.steps, int(run.undoes), zlib.crc32("\n".join(frozen).encode())]
+        words = [run.steps, int(run.rolls_back_nonfinite), zlib.crc32("\n".join(frozen).encode())]
         said = self._steps.gather_words(words, "the beginning of a step")
         if len({tuple(words[:2]) for words in said.values()}) > 1:
             raise out_of_step(said)
@@ -182,9 +182,9 @@ class ShardExchange:
                 shard.add(run.reduced_grad(shard.local))
             elif shard.name in given and shard.held.sharded_param.grad is not None:
                 shard.held.sharded_param.grad.to_local().fill_(float("nan"))
-        run.end_step()
+        run.finish_step()
         if error is not None:
-            run.scaling.forget()
+            run.scaling.reset()
             raise error
 
     def _exchange(self) -> None:
@@ -196,25 +196,25 @@ class ShardExchange:
             for shard in unit.shards:
                 if shard.name not in self._given and shard.local.numel() and shard.trained:
                     run.mark_ready(shard.local, gradients.get(shard), weight)
-        run.programs.drive()
+        run.programs.wait_all()
         found: NonFiniteGradientError | None = None
         try:
-            run.end_exchange()
+            run.finish_exchange()
         except NonFiniteGradientError as error:
             ranks = ", ".join(map(str, self._replicas.ranks))
             found = NonFiniteGradientError(
                 f"{error}. Its numbers of ranks are places among the replicas of this shard, which "
                 f"are ranks {ranks}"
             )
-        bad = run.undone or found is not None
+        bad = run.rolled_back or found is not None
         said = self._steps.gather_words([run.steps, int(bad), 0], "the end of a step")
         elsewhere = [str(rank) for rank, (_, bad, _) in said.items() if bad]
         if elsewhere and not bad:
             found = NonFiniteGradientError(
                 f"the shard of rank {', '.join(elsewhere)} has a NaN or an infinity in its gradient"
             )
-            if run.undoes:
-                run.undo(found)
+            if run.rolls_back_nonfinite:
+                run.rollback_nonfinite(found)
                 found = None
         if found is not None:
             raise found

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.algorithms.wrappers import take_over
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.torch import dcp
+from hvd_gradcomp.torch.reducer import Reducer
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _VELOCITY = "decay_velocity"  # in the optimizer's state, so that it is saved and broadcast
@@ -148,14 +149,8 @@ def resolve_compressor(
     return compressor, own if gives_up else None
 
 
-class Undoable(Protocol):
-    """Exchange whose last step may have been rolled back."""
-
-    undone: bool
-
-
 def take_over_momentum(
-    optimizer: torch.optim.Optimizer, transfer: MomentumTransfer, exchange: Undoable
+    optimizer: torch.optim.Optimizer, transfer: MomentumTransfer, reducer: Reducer
 ) -> None:
     """Take over the momentum of SGD, which steps without it; its `state_dict` still shows it."""
     cls = type(optimizer)
@@ -168,7 +163,8 @@ def take_over_momentum(
 
     def before_step(*_: Any) -> None:
         transfer.check()
-        if not exchange.undone and not dcp.from_checkpoint():  # which steps to make a first state
+        # A checkpoint may step to make a first state.
+        if not reducer.rolled_back and not dcp.from_checkpoint():
             transfer.decay()
 
     vars(optimizer)["__reduce_ex__"] = copied  # where `copy` and `pickle` look for it first

@@ -146,7 +146,7 @@ class DistributedOptimizerMixin:
             synchronizer.begin()
             synchronizer.synchronized = False
             self._decay()
-            return None if reducer.leaves_out else self._plain().step(closure)
+            return None if reducer.skips_step else self._plain().step(closure)
 
         def reduced_closure() -> Any:
             # Horovod reduces before the closure computes the gradients; they are reduced here.
@@ -155,7 +155,7 @@ class DistributedOptimizerMixin:
             self.synchronize()
             synchronizer.synchronized = False
             self._decay()
-            if reducer.leaves_out:
+            if reducer.skips_step:
                 raise _StepSkippedError(loss)
             return self._reduced_loss(loss) if isinstance(self, torch.optim.LBFGS) else loss
 
@@ -175,7 +175,7 @@ class DistributedOptimizerMixin:
         return total.to(mine.dtype).reshape(mine.shape)
 
     def _decay(self) -> None:
-        if self._transfer is not None and not self._gradcomp.undone:
+        if self._transfer is not None and not self._gradcomp.rolled_back:
             self._transfer.decay()
 
     @property
@@ -199,8 +199,8 @@ class DistributedOptimizerMixin:
 
     @interpreted
     @outside_inference()
-    def _clear(self, set_to_none: bool = True, *, asked: bool = False) -> None:
-        self._synchronizer.clear(asked)
+    def _clear(self, set_to_none: bool = True, *, explicit: bool = False) -> None:
+        self._synchronizer.clear(explicit)
         self._plain().zero_grad(set_to_none=set_to_none)
 
     def discard_step(self) -> None:
@@ -219,12 +219,12 @@ class DistributedOptimizerMixin:
                 "discard_step() leaves out a step whose gradients are reduced: call it after "
                 "backward(), or after synchronize(), and before step()"
             )
-        if not self._gradcomp.rollback and not self._gradcomp.planner.compressor.is_linear:
+        if not self._gradcomp.keeps_snapshots and not self._gradcomp.planner.compressor.is_linear:
             raise RuntimeError(
                 "discard_step() needs the state from before the exchange: make "
                 "DistributedOptimizer without rollback=False"
             )
-        self._clear(asked=True)
+        self._clear(explicit=True)
 
     @outside_inference()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -276,7 +276,7 @@ class DistributedOptimizerMixin:
         self._synchronizer.join_parameters()
         plain = {key: value for key, value in state_dict.items() if key != "gradcomp"}
         if self.exchanging:
-            self._synchronizer.abort()
+            self._synchronizer.abort_step()
         undo = checkpoint.make_rollback(self)
         try:
             if "gradcomp" in state_dict:

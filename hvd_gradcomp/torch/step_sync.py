@@ -173,8 +173,11 @@ class StepSync:
     sparse: set[int] = field(default_factory=set)
     both: set[int] = field(default_factory=set)
 
-    def forget(self) -> None:
-        """Forget earlier steps, which other ranks may not know, or with other layer numbers."""
+    def clear(self) -> None:
+        """Clear the record of earlier steps.
+
+        Other ranks may not know them, or number the layers in another way.
+        """
         self.awaited.clear()
         self.sparse.clear()
 

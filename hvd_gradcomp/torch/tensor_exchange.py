@@ -202,17 +202,17 @@ class TensorExchange:
         """
         reducer = self.reducer
         try:
-            reducer.programs.drive()
-            reducer.end_exchange()
+            reducer.programs.wait_all()
+            reducer.finish_exchange()
         except NonFiniteGradientError:
-            reducer.end_step()
+            reducer.finish_step()
             raise
         except Exception:
             self._give_up()
             raise
-        undone = reducer.undone
+        undone = reducer.rolled_back
         means = [reducer.reduced_grad(p).to(p.dtype) for p in reducer.planner.ordered_parameters]
-        reducer.end_step()
+        reducer.finish_step()
         return None if undone else means
 
     def abort(self) -> None:
@@ -229,7 +229,7 @@ class TensorExchange:
         buckets = self.reducer.buckets
         now = [bucket.state for bucket in buckets]
         for bucket in buckets if self.started else ():
-            bucket.state = bucket.state if bucket.before is None else bucket.before
+            bucket.state = bucket.state if bucket.snapshot_state is None else bucket.snapshot_state
         try:
             return self._connection.save(self.reducer, mode)
         finally:

@@ -85,31 +85,6 @@ class Work:
         return result
 
 
-def complete(waiting: Iterable[Iterator[None]]) -> None:
-    """Run iterators to their ends, side by side; each yields while it waits for other ranks.
-
-    A blocked iterator never blocks the others.
-
-    Raises:
-        Exception: the first one that an iterator raised, after all others have ended.
-    """
-    running, errors = list(waiting), []
-    pause = pauses()
-    while running:
-        for one in list(running):
-            try:
-                next(one)
-            except StopIteration:
-                running.remove(one)
-            except Exception as error:
-                running.remove(one)
-                errors.append(error)
-        if running:
-            pause()
-    if errors:
-        raise errors[0]
-
-
 def takes(device: torch.device) -> bool:
     """Return True if this Horovod has collectives for tensors on the device."""
     bytes_there = torch.empty(0, dtype=torch.uint8, device=device)

@@ -242,7 +242,7 @@ class Rounds:
         (number, means, buffers), self.uncommitted = self.uncommitted, None
         reducer = self._exchange_of(number).reducer
         if not applies:
-            reducer.discard()
+            reducer.rollback()
             return
         reducer.commit()
         if number == WARMUP:
