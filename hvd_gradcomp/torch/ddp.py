@@ -36,13 +36,15 @@ from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.program_runner import Participants
+from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare, values
 from hvd_gradcomp.torch import ddp_checkpoint, inspection, setup_check
 from hvd_gradcomp.torch.autograd_callbacks import after_backward, backward_id
 from hvd_gradcomp.torch.bucket import Named, as_real
 from hvd_gradcomp.torch.bucketing import BucketPlanner, layers_of
 from hvd_gradcomp.torch.claims import Claim
-from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step, sparse_allreduce
+from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, sparse_allreduce
 from hvd_gradcomp.torch.comm.hosts import participants_among, setting_of
 from hvd_gradcomp.torch.ddp_elastic import Elastic, ElasticState
 from hvd_gradcomp.torch.ddp_reduction import comm_hook_of, models_of, reduced_parameters
@@ -57,7 +59,6 @@ from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.rendezvous import RendezvousError
 from hvd_gradcomp.torch.sparse_grads import SparseGradients
 from hvd_gradcomp.torch.stats_writer import StatsWriter
-from hvd_gradcomp.torch.step_sync import OutOfStepError
 from hvd_gradcomp.torch.wrapped_c10d import LocalSteps, MomentumExchange
 
 if TYPE_CHECKING:
@@ -698,16 +699,15 @@ class HookExchange:
             )
         run, planner = self._run, self._run.planner
         run.begin_step()
-        step = [run.steps, int(run.rolls_back_nonfinite), int(self._joined)]
-        said = self._transport.gather_words(step, "the beginning of a step")
-        every = list(said.values())
-        # Who has joined has no loss that a GradScaler could have scaled.
-        words = {(step, undone) for step, undone, joined in every if not joined}
-        if len(words) > 1 or any(step != every[0][0] for step, _, _ in every):
-            raise out_of_step(said)
+        # A rank that has joined has no loss that a GradScaler could have scaled.
+        kind = Kind.JOINED if self._joined else Kind.STEP
+        header = StepHeader(kind, run.steps, policy=int(run.rolls_back_nonfinite))
+        headers = self._transport.gather_headers(header, "the beginning of a step")
+        if error := compare(headers):
+            raise error
         if self._joined:
-            run.adopt_policy(any(undone for _, undone in words))
-        self._taking_part = sum(not joined for *_, joined in every)
+            run.adopt_policy(bool(values(headers, "policy")))
+        self._taking_part = sum(each.takes_part for each in headers.values())
         if planner.arrived is not None and run.steps > 0:
             for handle in self._order_hooks:
                 handle.remove()

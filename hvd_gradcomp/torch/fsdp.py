@@ -31,11 +31,13 @@ from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.program_runner import Participants
+from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare, values
 from hvd_gradcomp.torch import ddp_checkpoint, inspection, setup_check
 from hvd_gradcomp.torch.bucketing import BucketPlanner
 from hvd_gradcomp.torch.claims import Claim
-from hvd_gradcomp.torch.comm.c10d import VERIFY, C10dBackend, ProcessGroup, out_of_step
+from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 from hvd_gradcomp.torch.fsdp_exchange import ShardExchange
 from hvd_gradcomp.torch.fsdp_units import FSDPModule, Shard, Unit, groups_of, units_of
 from hvd_gradcomp.torch.inference import outside_inference
@@ -45,7 +47,6 @@ from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor, ta
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.stats_writer import StatsWriter
-from hvd_gradcomp.torch.step_sync import OutOfStepError
 
 __all__ = [
     "CheckpointError",
@@ -255,26 +256,27 @@ class ShardedCompression:
 
     def verify(self) -> None:
         """Compare the replicas of each shard; see `verify`."""
-        self._meet_to_verify(False)
-        found: DivergedError | None = None
+        self._ranks_with_difference(None)
+        difference: DivergedError | None = None
         try:
             inspection.verify(self)
         except DivergedError as error:
-            found = error
-        elsewhere = self._meet_to_verify(found is not None)
-        if found is not None:
-            raise found
+            difference = error
+        elsewhere = self._ranks_with_difference(difference)
+        if difference is not None:
+            raise difference
         if elsewhere:
             raise DivergedError(
                 f"the replicas of another shard differ, as ranks {', '.join(elsewhere)} tell"
             )
 
-    def _meet_to_verify(self, diverged: bool) -> list[str]:
-        """Return the ranks that have found a difference, after a check that all ranks verify."""
-        said = self._steps.gather_words([VERIFY, int(diverged), 0], "verify")
-        if any(step != VERIFY for step, *_ in said.values()):
-            raise out_of_step(said)
-        return [str(rank) for rank, (_, diverged, _) in said.items() if diverged]
+    def _ranks_with_difference(self, difference: DivergedError | None) -> list[str]:
+        """Return the ranks whose replicas differ; an error unless all ranks verify."""
+        header = StepHeader(Kind.VERIFY, fault=int(difference is not None))
+        headers = self._steps.gather_headers(header, "verify")
+        if error := compare(headers):
+            raise error
+        return [str(rank) for rank in values(headers, "fault")]
 
     @property
     def steps(self) -> int:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.runtime.errors import OutOfStepError
+from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare, values
 from hvd_gradcomp.torch.autograd_callbacks import after_backward, backward_id
-from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step
+from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 from hvd_gradcomp.torch.fsdp_units import Shard, Unit, left_out
 from hvd_gradcomp.torch.reducer import Reducer
-from hvd_gradcomp.torch.step_sync import OutOfStepError
 
 
 class ShardExchange:
@@ -144,11 +145,16 @@ class ShardExchange:
             )
         run.begin_step()
         frozen = [s.name for s in self._shards if not s.trained]
-        words = [run.steps, int(run.rolls_back_nonfinite), zlib.crc32("\n".join(frozen).encode())]
-        said = self._steps.gather_words(words, "the beginning of a step")
-        if len({tuple(words[:2]) for words in said.values()}) > 1:
-            raise out_of_step(said)
-        if len({tuple(words) for words in said.values()}) > 1:
+        header = StepHeader(
+            Kind.STEP,
+            run.steps,
+            policy=int(run.rolls_back_nonfinite),
+            settings=zlib.crc32("\n".join(frozen).encode()),
+        )
+        headers = self._steps.gather_headers(header, "the beginning of a step")
+        if error := compare(headers):
+            raise error
+        if len({each.settings for each in headers.values()}) > 1:
             raise OutOfStepError(
                 "the ranks have frozen different parameters: freeze the same ones on all ranks, "
                 f"between the same two steps. Here it is {', '.join(frozen) or 'none'}"
@@ -207,8 +213,9 @@ class ShardExchange:
                 f"are ranks {ranks}"
             )
         bad = run.rolled_back or found is not None
-        said = self._steps.gather_words([run.steps, int(bad), 0], "the end of a step")
-        elsewhere = [str(rank) for rank, (_, bad, _) in said.items() if bad]
+        header = StepHeader(Kind.STEP, run.steps, fault=int(bad))
+        headers = self._steps.gather_headers(header, "the end of a step")
+        elsewhere = [str(rank) for rank in values(headers, "fault")]
         if elsewhere and not bad:
             found = NonFiniteGradientError(
                 f"the shard of rank {', '.join(elsewhere)} has a NaN or an infinity in its gradient"

@@ -16,6 +16,8 @@ import torch
 
 from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.runtime.driver import run_until_done
+from hvd_gradcomp.runtime.errors import OutOfStepError
+from hvd_gradcomp.runtime.step_header import Kind
 from hvd_gradcomp.torch import autograd_hooks
 from hvd_gradcomp.torch.comm import horovod
 from hvd_gradcomp.torch.late_grads import GradVersions, LateGradients
@@ -29,7 +31,6 @@ from hvd_gradcomp.torch.step_sync import (
     SPARSE,
     ConfigCheck,
     GradientChangedError,
-    OutOfStepError,
     StepSync,
     SyncMessage,
     changed_alone,
@@ -451,13 +452,18 @@ class GradSynchronizer:
     ) -> Generator[None, None, list[SyncMessage]]:
         """Send this rank's message to all ranks, and return those of all."""
         reducer, sync = self.reducer, self.sync
-        known, told = sync.sparse, self._stalls.report is not None
-        order = reducer.planner.ordered_parameters
-        codes = usual(len(order), known) if joined else [self._code(p) for p in order]
-        settings = 0 if joined else digest_of(self._exchange.settings)
-        said = last, sync.ended, codes, settings, reducer.checksum, told, joined
-        message = SyncMessage(reducer.steps, *said)
-        return (yield from self.check.exchange(message, known, self._exchange, self._stalls))
+        order, sparse = reducer.planner.ordered_parameters, sync.sparse
+        kind = Kind.REDUCED if sync.ended else Kind.STEP
+        message = SyncMessage.of(
+            Kind.JOINED if joined else kind,
+            reducer.steps,
+            usual(len(order), sparse) if joined else [self._code(p) for p in order],
+            last=last,
+            sparse=sparse,
+            settings=0 if joined else digest_of(self._exchange.settings),
+            digest=reducer.checksum,
+        )
+        return (yield from self.check.exchange(message, sparse, self._exchange, self._stalls))
 
     def _code(self, p: torch.nn.Parameter) -> int:
         submitted = self._exchange.submitted.get(p) is not None

@@ -21,9 +21,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from hvd_gradcomp.core.collectives import Allreduce, Gather
 from hvd_gradcomp.runtime import errors, typed_json
 from hvd_gradcomp.runtime.program_runner import TrafficCounter
-from hvd_gradcomp.torch.step_sync import OutOfStepError
+from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare
 
-VERIFY = -1  # said in the place of a step
 _CLOSED = (
     "the connections were closed after an error of this rank, by destroy_process_group(), or as "
     "what ddp.Elastic has run has ended"
@@ -384,21 +383,6 @@ def sparse_allreduce(
     return wait
 
 
-def out_of_step(said: dict[int, list[int]]) -> OutOfStepError:
-    """Return an error that lists the step of each rank; see `C10dBackend.gather_words`."""
-    verifying = [str(rank) for rank, (step, *_) in said.items() if step == VERIFY]
-    if verifying:
-        return OutOfStepError(
-            f"rank {', '.join(verifying)} calls verify, and the other ranks are in backward: call "
-            "it on all ranks, between the same two steps"
-        )
-    listed = {rank: tuple(words[:2]) for rank, words in said.items()}
-    return OutOfStepError(
-        "the ranks are in different steps, or only some of them use a GradScaler: load the same "
-        f"checkpoint on all ranks. By rank (step, whether it can be undone): {listed}"
-    )
-
-
 class C10dBackend:
     """Transport over `torch.distributed`; see `Backend`.
 
@@ -426,24 +410,23 @@ class C10dBackend:
         return self._group.gather_objects(item, kind)
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        said = self.gather_words([VERIFY, 0, 0], "verify")
-        if any(step != VERIFY for step, *_ in said.values()):
-            raise out_of_step(said)
+        if error := compare(self.gather_headers(StepHeader(Kind.VERIFY), "verify")):
+            raise error
         return Work.of(dist.all_gather, row.to(self._group.device), self._group).wait()
 
-    def gather_words(self, words: list[int], what: str) -> dict[int, list[int]]:
-        """Gather three numbers by rank, so that ranks notice if they begin different things.
+    def gather_headers(self, header: StepHeader, what: str) -> dict[int, StepHeader]:
+        """Gather the header of every rank, by rank; see `runtime.step_header`.
 
         Args:
-            words: the step, if it can be undone, and if this rank has joined.
-            what: begins, for errors.
+            header: of this rank.
+            what: what begins or ends, for errors.
         """
-        mine = torch.tensor(words, device=self._group.device)
+        row = torch.tensor([*header], device=self._group.device)
         try:
-            every = Work.of(dist.all_gather, mine, self._group).wait().tolist()
+            rows = Work.of(dist.all_gather, row, self._group).wait().tolist()
         except RuntimeError as error:
             raise RuntimeError(errors.explain(what, str(error), self.library)) from error
-        return dict(zip(self._group.ranks, every))
+        return {rank: StepHeader(*row) for rank, row in zip(self._group.ranks, rows)}
 
     def allgather(self, tensor: torch.Tensor, name: str, group: ProcessGroup) -> Work:
         del name

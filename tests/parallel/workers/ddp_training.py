@@ -40,8 +40,8 @@ from hvd_gradcomp import (
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.torch import ddp, trainers
-from hvd_gradcomp.torch.step_sync import OutOfStepError
 from tests.methods import (
     BALANCED,
     CHUNKED,

@@ -36,8 +36,8 @@ from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.torch import ddp, fsdp
-from hvd_gradcomp.torch.step_sync import OutOfStepError
 from tests.methods import (
     BALANCED,
     GRADIVEQ,
