@@ -27,6 +27,7 @@ from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps
 from hvd_gradcomp.planning import worth
 from hvd_gradcomp.runtime import config_check, hierarchy
 from hvd_gradcomp.runtime.program_runner import Groups, HostPosition, Participants
+from hvd_gradcomp.runtime.step_header import SIZE, StepHeader
 from hvd_gradcomp.runtime.unique_names import UniqueNames
 from hvd_gradcomp.tensorflow import comm, stall_inspector
 from hvd_gradcomp.tensorflow.buckets import Bucket, BucketPlanner, Layers, MakeVariable
@@ -35,7 +36,7 @@ from hvd_gradcomp.tensorflow.exchange import ExchangeTracer
 from hvd_gradcomp.tensorflow.gradients import GradientNorm, as_dtype, times, zero_like
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.sparse_rows import SparseRows
-from hvd_gradcomp.tensorflow.step_sync import JOINED, StepSync
+from hvd_gradcomp.tensorflow.step_sync import StepSync
 from hvd_gradcomp.tensorflow.variables import new_variable, plain_variable
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -209,7 +210,8 @@ class GraphReducer:
         while True:
             with comm.explained("hvd.join()"):
                 messages = gather()
-            if tf.reduce_all((messages[:, 0] == JOINED) | (messages[:, 0] == 0)):
+            headers = [StepHeader(*row[:SIZE]) for row in messages.numpy().tolist()]
+            if not any(header.takes_part for header in headers):
                 return taken
             taken += 1
             zeros = [zero_like(s, *layer[1:]) for s, layer in zip(self._specs, self.layers)]
