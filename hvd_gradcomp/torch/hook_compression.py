@@ -1,4 +1,4 @@
-"""Base of what users hold of a hook: `ddp.CompressionState` and `fsdp.ShardedCompression`."""
+"""Base of the handles that users hold: `ddp.CompressionState` and `fsdp.ShardedCompression`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.monitoring.stats import CompressionStats
-from hvd_gradcomp.torch import ddp_checkpoint, inspection, setup_check
+from hvd_gradcomp.torch import inspection, reducer_state, setup_check
 from hvd_gradcomp.torch.claims import Claim
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor, take_over_momentum
 from hvd_gradcomp.torch.reducer import Reducer
+from hvd_gradcomp.torch.reducer_state import OF_HOOKS
 
 
 @dataclass
 class SetUp:
-    """What this rank is about to exchange; a rank that refuses to has less of it.
+    """Description of an exchange that this rank sets up; incomplete if the rank refuses to.
 
     Attributes:
-        compressor: as the user gave it, until it is resolved.
-        claim: to the parameters, which are exchanged by nothing else.
-        layers: in the model's order.
+        compressor: as the user passed it, until it is resolved.
+        claim: this rank's to the parameters, so that nothing else exchanges them.
+        layers: all that are exchanged, in the model's order.
         layouts: those of the buckets, if they have to be equal on all ranks.
         momentum: (momentum, nesterov) of SGD that the compressor takes over; None for none.
     """
@@ -39,7 +40,7 @@ class SetUp:
     momentum: tuple[float, bool] | None = None
 
     def resolve(self, compression: Any, optimizer: torch.optim.Optimizer | None) -> Compressor:
-        """Return the compressor of what the user gave; see `resolve_compressor`."""
+        """Return the compressor that the user passed; see `resolve_compressor`."""
         self.compressor, self.momentum = resolve_compressor(compression, optimizer)
         compressor: Compressor = self.compressor
         return compressor
@@ -67,13 +68,13 @@ class HookCompression:
         """Make the reducer, once all ranks have found that they train the same in the same way.
 
         Args:
-            set_up: of this rank.
-            make_reducer: completes `set_up`; its TypeError or ValueError is that of this rank, and
-                the others hear of it.
+            set_up: completed by `make_reducer`.
+            make_reducer: makes the reducer. A TypeError or ValueError is this rank's refusal, and
+                an error on all ranks.
             optimizer: the SGD whose momentum may be taken over.
             group: the ranks.
-            transport: of the exchange.
-            settings: that must be equal on all ranks.
+            transport: has the versions that are compared.
+            settings: options that must be equal on all ranks.
 
         Raises:
             TypeError, ValueError: from `make_reducer`, if all ranks raise one.
@@ -134,7 +135,7 @@ class HookCompression:
     @outside_inference()
     def state_dict(self) -> dict[str, Any]:
         """Return the compressor's state of this rank; each rank saves its own."""
-        return ddp_checkpoint.save(self.reducer)
+        return reducer_state.save(self.reducer)
 
     @outside_inference()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -145,4 +146,4 @@ class HookCompression:
         Raises:
             CheckpointError: it is of another format, compressor, model or number of ranks.
         """
-        ddp_checkpoint.load(self.reducer, saved)
+        reducer_state.load(self.reducer, saved, OF_HOOKS)

@@ -12,12 +12,13 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import optimizer as _stock
 
-from hvd_gradcomp.torch import checkpoint, checksums, dcp, inspection
+from hvd_gradcomp.torch import checkpoint, checksums, dcp, inspection, reducer_state
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, synchronizer_of, synchronizers
 from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.momentum import MomentumTransfer
+from hvd_gradcomp.torch.reducer_state import OF_OPTIMIZERS
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"  # as PyTorch calls it
 _STOCK: Any = _stock._DistributedOptimizer
@@ -167,12 +168,12 @@ class DistributedOptimizerMixin:
 
     def _reduced_loss(self, loss: Any) -> torch.Tensor:
         """Reduce a loss as gradients are: by their own losses, ranks would search apart."""
-        mine = torch.as_tensor(loss).detach()
+        local = torch.as_tensor(loss).detach()
         average = 1.0 / self.process_set.size() if self.op == horovod.Average else 1.0
-        name, wide = f"{self._gradcomp.transport.name}.loss", mine.double().reshape(1)
+        name, wide = f"{self._gradcomp.transport.name}.loss", local.double().reshape(1)
         work = comm_horovod.allreduce(wide, name, self.process_set, 1.0, average)
         total: torch.Tensor = work.wait()
-        return total.to(mine.dtype).reshape(mine.shape)
+        return total.to(local.dtype).reshape(local.shape)
 
     def _decay(self) -> None:
         if self._transfer is not None and not self._gradcomp.rolled_back:
@@ -277,16 +278,16 @@ class DistributedOptimizerMixin:
         plain = {key: value for key, value in state_dict.items() if key != "gradcomp"}
         if self.exchanging:
             self._synchronizer.abort_step()
-        undo = checkpoint.make_rollback(self)
+        rollback = checkpoint.make_rollback(self)
         try:
             if "gradcomp" in state_dict:
-                checkpoint.load(self._gradcomp, state_dict["gradcomp"])
+                reducer_state.load(self._gradcomp, state_dict["gradcomp"], OF_OPTIMIZERS)
             self._synchronizer.begin()
             self._synchronizer.synchronized, self._should_synchronize = False, True
             self._plain().load_state_dict(plain)
             self.retake_momentum()
         except Exception:
-            undo()
+            rollback()
             raise
 
 
