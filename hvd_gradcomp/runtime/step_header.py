@@ -28,10 +28,8 @@ class Kind(IntEnum):
     SAVE = 3  # save or load a checkpoint
     JOINED = 4  # contribute to the steps of others: this rank has no more batches
     VERIFY = 5  # compare the replicas
-    START = 6  # begin local steps
-    RESUME = 7  # go on with local steps, from a loaded state
-    EXCHANGE = 8  # exchange what local steps have changed, when the schedule says so
-    REQUESTED_EXCHANGE = 9  # the same in `exchange()`, maybe after other numbers of steps
+    EXCHANGE = 6  # exchange what local steps have changed, when the schedule says so
+    REQUESTED_EXCHANGE = 7  # the same in `exchange()`, maybe after other numbers of steps
 
 
 class StepHeader(NamedTuple):
@@ -40,7 +38,8 @@ class StepHeader(NamedTuple):
     Attributes:
         kind: the action that the rank is about to take; see `Kind`.
         step: exchanges before this one.
-        part: number of the part of the model that is exchanged; 0 for all of it.
+        part: number of the part of the model that is exchanged; 0 for all of it, and negative for
+            something else that all ranks do together, as a frontend numbers it.
         policy: 1 if a step with a non-finite gradient is rolled back on all ranks.
         clock: local steps that a schedule has counted.
         settings: digest of settings that must be equal in this step; 0 for none.
@@ -144,7 +143,7 @@ _EXCHANGES = (
 def _different_places(headers: Headers) -> str:
     """Return the message that lists where each rank is."""
     active = [header for header in headers.values() if header.takes_part]
-    if any(header.kind >= Kind.START for header in active):
+    if any(header.kind >= Kind.EXCHANGE for header in active):
         head, describe, remedy = "the ranks are in different exchanges", _exchange, _EXCHANGES
     elif len({header.step for header in headers.values() if header.kind != Kind.ABSENT}) > 1:
         head, describe, remedy = "the ranks are in different steps", _step, _STEPS
@@ -159,5 +158,5 @@ def _step(header: StepHeader) -> str:
 
 
 def _exchange(header: StepHeader) -> str:
-    asked = " in exchange()" * (header.kind == Kind.REQUESTED_EXCHANGE)
-    return f"after {header.clock} steps{asked}, with {header.step} exchanges before it"
+    where = " in exchange()" * (header.kind == Kind.REQUESTED_EXCHANGE)
+    return f"after {header.clock} steps{where}, with {header.step} exchanges before it"
