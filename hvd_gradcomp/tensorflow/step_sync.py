@@ -68,7 +68,7 @@ class StepSync:
 
     def _compared(self, kind: Kind, gradients: int) -> tf.Tensor:
         """Return the part of a message that must be equal on all ranks."""
-        steps, digest = tf.identity(self._counters.steps), tf.identity(self._counters.summed)
+        steps, digest = tf.identity(self._counters.steps), tf.identity(self._counters.checksum)
         header = StepHeader(kind, steps, settings=gradients, digest=digest)
         return tf.stack([tf.cast(x, tf.int64) for x in (*header, *self._planner.counters)])
 
