@@ -32,18 +32,18 @@ def momentum_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool] | None:
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return None
-    found = {(float(g["momentum"]), bool(g["nesterov"])) for g in optimizer.param_groups}
-    if len(found) > 1:
+    settings = {(float(g["momentum"]), bool(g["nesterov"])) for g in optimizer.param_groups}
+    if len(settings) > 1:
         raise ValueError(
-            f"momentum cannot be taken over: the groups of SGD have {sorted(found)} as (momentum, "
-            "nesterov). Give all groups the same, or the compressor momentum=0"
+            f"momentum cannot be taken over: the groups of SGD have {sorted(settings)} as "
+            "(momentum, nesterov). Give all groups the same, or the compressor momentum=0"
         )
     if any(g["momentum"] and g["dampening"] for g in optimizer.param_groups):
         raise ValueError(
             "momentum cannot be taken over from SGD with dampening: set dampening=0, or give the "
             "compressor momentum=0"
         )
-    return found.pop()
+    return settings.pop()
 
 
 class MomentumTransfer:
@@ -75,8 +75,8 @@ class MomentumTransfer:
 
     def restored(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the optimizer's state with its original momentum."""
-        own = {"momentum": self.momentum, "nesterov": self.nesterov}
-        groups = [{**group, **own} for group in state_dict["param_groups"]]
+        original = {"momentum": self.momentum, "nesterov": self.nesterov}
+        groups = [{**group, **original} for group in state_dict["param_groups"]]
         return {**state_dict, "param_groups": groups}
 
     def check(self) -> None:
@@ -144,9 +144,9 @@ def resolve_compressor(
         return compressor, None
     if wanted is None or wanted[0] == 0:
         return compressor, None
-    own = momentum_of(optimizer)
-    compressor, gives_up = take_over(compressor, type(optimizer).__name__, own)
-    return compressor, own if gives_up else None
+    momentum = momentum_of(optimizer)
+    compressor, gives_up = take_over(compressor, type(optimizer).__name__, momentum)
+    return compressor, momentum if gives_up else None
 
 
 def take_over_momentum(

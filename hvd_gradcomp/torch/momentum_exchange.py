@@ -212,9 +212,9 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         kept = state_dict.get(KEPT)
         if kept is not None:
             if not isinstance(kept, dict) or kept.get("warmup_steps") != self._warmup_steps:
-                found = kept.get("warmup_steps") if isinstance(kept, dict) else kept
+                saved = kept.get("warmup_steps") if isinstance(kept, dict) else kept
                 raise CheckpointError(
-                    f"the state was saved with warmup_steps={found}, and here it is "
+                    f"the state was saved with warmup_steps={saved}, and here it is "
                     f"{self._warmup_steps}"
                 )
             self._warmup.exchange.load(kept["gradients"])

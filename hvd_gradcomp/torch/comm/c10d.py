@@ -292,13 +292,13 @@ class ProcessGroup:
     def gather_objects(self, item: Any, kind: Any) -> list[Any]:
         """Gather an item of type `kind` from every rank; see `runtime.typed_json`."""
 
-        def allgather(mine: bytes) -> Iterator[bytes]:
-            data = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
+        def allgather(packed: bytes) -> Iterator[bytes]:
+            data = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(self.device)
             length = torch.tensor([data.numel()], device=self.device)
             lengths = [int(x) for x in Work.of(dist.all_gather, length, self).wait()]
-            room = data.new_zeros(max(lengths))
-            room[: data.numel()] = data
-            rows = Work.of(dist.all_gather, room, self).wait()
+            padded = data.new_zeros(max(lengths))
+            padded[: data.numel()] = data
+            rows = Work.of(dist.all_gather, padded, self).wait()
             return (bytes(row[:n].tolist()) for row, n in zip(rows, lengths))
 
         return typed_json.gather(item, kind, allgather, self.ranks)
@@ -444,26 +444,28 @@ class C10dBackend:
 
     def alltoall(self, tensor: torch.Tensor, name: str, group: ProcessGroup) -> Work:
         del name
-        given, received = tensor.contiguous(), torch.empty_like(tensor)
-        work = dist.all_to_all_single(received, given, group=group.handle, async_op=True)
+        sent, received = tensor.contiguous(), torch.empty_like(tensor)
+        work = dist.all_to_all_single(received, sent, group=group.handle, async_op=True)
         return Work(work, lambda: received, group)
 
     def gather(self, request: Gather, name: str, group: ProcessGroup) -> Work:
         del name
-        given, here, nothing = request.tensor.contiguous(), group.rank(), [0] * group.size()
-        to, of = list(nothing), nothing
-        to[request.root] = given.numel()
-        if here == request.root:
-            of = list(request.lengths)
-        received = given.new_empty(sum(of))
-        work = dist.all_to_all_single(received, given, of, to, group=group.handle, async_op=True)
+        sent, ranks = request.tensor.contiguous(), group.size()
+        sizes_in, sizes_out = [0] * ranks, [0] * ranks
+        sizes_out[request.root] = sent.numel()
+        if group.rank() == request.root:
+            sizes_in = list(request.lengths)
+        received = sent.new_empty(sum(sizes_in))
+        work = dist.all_to_all_single(
+            received, sent, sizes_in, sizes_out, group=group.handle, async_op=True
+        )
         return Work(work, lambda: received, group)
 
     def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: ProcessGroup) -> Work:
         del name
-        given = tensor.clone()
-        work = dist.broadcast(given, root, group=group.handle, async_op=True)
-        return Work(work, lambda: given, group)
+        copied = tensor.clone()
+        work = dist.broadcast(copied, root, group=group.handle, async_op=True)
+        return Work(work, lambda: copied, group)
 
     def wait(self, pending: Work) -> torch.Tensor:
         return pending.wait()
