@@ -146,7 +146,7 @@ def _pool_of(ranks: list[int], backend: str) -> _Pool:
 
 
 @atexit.register
-def _let_go() -> None:
+def _close_connections() -> None:
     """End gloo's threads while they can still take the GIL to release tensors.
 
     At interpreter exit they would abort the process. They end when nobody holds the group any
