@@ -306,13 +306,11 @@ class ConfigCheck:
             return
         description, reducer = self.description(), self._reducer
         refusal = None if self.claim is None else self.claim.refusal()
-        description[config_check.REFUSED] = str(refusal or config_check.NOTHING)
         if not reducer.planner.compressor.is_linear:  # sums are the same in every step
             description[config_check.STEP] = str(reducer.steps)
-        every = self.gather(description, config_check.Description)
         participants = reducer.participants
-        config_check.raise_refusal(every, participants.process_set.ranks, refusal)
-        config_check.agree(every, participants.process_set.ranks)
+        ranks = participants.process_set.ranks
+        config_check.compare(description, self.gather, ranks, refusal)
         if participants.place is not None:
             with self._named("the exchange of what the ranks train"):
                 _ = participants.groups  # all ranks are here together

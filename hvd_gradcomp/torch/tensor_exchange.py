@@ -73,13 +73,8 @@ class RankSync:
             MismatchError: on all ranks, if they differ, or some ranks alone refuse.
             Exception: the one with which this rank refuses, if all ranks refuse alike.
         """
-        refused = str(refusal or config_check.NOTHING)
-        every = self._gather(
-            {"settings": settings, config_check.REFUSED: refused}, config_check.Description
-        )
         ranks = self._connection.participants.process_set.ranks
-        config_check.raise_refusal(every, ranks, refusal)
-        config_check.agree(every, ranks)
+        config_check.compare({"settings": settings}, self._gather, ranks, refusal)
 
     def gather(self, row: Sequence[int]) -> dict[int, list[int]]:
         """Gather a row of integers from every rank, by rank; at most as many as a header has.

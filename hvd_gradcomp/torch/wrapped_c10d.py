@@ -156,10 +156,8 @@ def _make_on_all(group: ProcessGroup, make: Callable[[], T]) -> T:
         optimizer = make()
     except (TypeError, ValueError) as error:
         refused = error
-    description = {config_check.REFUSED: str(refused or config_check.NOTHING)}
     try:
-        every = group.gather_objects(description, config_check.Description)
-        config_check.raise_refusal(every, group.ranks, refused)
+        config_check.compare({}, group.gather_objects, group.ranks, refused)
     except BaseException:
         if refused is None:
             optimizer.withdraw()  # a traceback may keep it
