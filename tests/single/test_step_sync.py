@@ -52,14 +52,16 @@ def run_step(scripts, states):
                 continue
             brought = rank["left"].pop(0)
             rank["late" if rank["ended"] else "taken"] |= brought
-        words = [message(codes(r), step=7, last=r["last"], ended=r["ended"]) for r in ranks]
-        heads = [word.header for word in words]
+        messages = [message(codes(r), step=7, last=r["last"], ended=r["ended"]) for r in ranks]
+        heads = [word.header for word in messages]
         plain = step_sync.all_plain(heads)
-        assert plain == all(word.layers == (step_sync.HERE,) * LAYERS for word in words)
-        assert step_sync.read(heads, [word.layers for word in words]) == words
-        heard = [state.receive(words, NAMES, range(len(ranks))) for state in states]
-        assert all(one == heard[0] for one in heard) and all(s == states[0] for s in states)
-        assert set(heard[0]) == set().union(*(r["late"] for r in ranks))
+        assert plain == all(word.layers == (step_sync.HERE,) * LAYERS for word in messages)
+        assert step_sync.read(heads, [word.layers for word in messages]) == messages
+        late_layers = [state.receive(messages, NAMES, range(len(ranks))) for state in states]
+        assert all(one == late_layers[0] for one in late_layers) and all(
+            s == states[0] for s in states
+        )
+        assert set(late_layers[0]) == set().union(*(r["late"] for r in ranks))
         for rank, late in zip(ranks, lates):
             assert not late & rank["late"], "nothing is added twice"
             late |= rank["late"]
@@ -94,16 +96,16 @@ def test_what_came_late_on_all_ranks_is_awaited_from_then_on(script, size):
 
 def test_ranks_with_everything_need_one_round_of_headers():
     state = step_sync.StepSync()
-    words = [message((step_sync.HERE,) * LAYERS)] * 2
-    assert step_sync.all_plain([w.header for w in words])
-    assert state.receive(words, NAMES, [0, 1]) == []
+    messages = [message((step_sync.HERE,) * LAYERS)] * 2
+    assert step_sync.all_plain([w.header for w in messages])
+    assert state.receive(messages, NAMES, [0, 1]) == []
     assert state.ended and state.closed
 
 
 def test_a_rank_that_has_joined_lacks_nothing():
     """Horovod lets it add zeros to what the others say."""
-    mine = word(codes={2: 0})
-    heads, layers = [mine.header, ABSENT], [mine.layers, [0] * LAYERS]
+    lacking = word(codes={2: 0})
+    heads, layers = [lacking.header, ABSENT], [lacking.layers, [0] * LAYERS]
     state = step_sync.StepSync()
     assert not step_sync.all_plain(heads) and step_sync.all_plain([word().header, ABSENT])
     assert state.receive(step_sync.read(heads, layers), NAMES, [0, 1]) == []
@@ -114,12 +116,12 @@ def test_a_rank_that_has_joined_lacks_nothing():
 
 
 def test_sums_that_differ_are_an_error_on_all_ranks():
-    words = [word(digest=digest) for digest in (5, 0, 5, 6)]
+    messages = [word(digest=digest) for digest in (5, 0, 5, 6)]
     with pytest.raises(
         step_sync.PayloadError, match=r"not the same on rank 3 as on the other ranks"
     ):
-        step_sync.StepSync().receive(words, NAMES, range(4))
-    assert step_sync.StepSync().receive(words[:3], NAMES, range(3)) == []
+        step_sync.StepSync().receive(messages, NAMES, range(4))
+    assert step_sync.StepSync().receive(messages[:3], NAMES, range(3)) == []
 
 
 def message(layers, *, step=3, last=False, ended=False, digest=0):
@@ -148,9 +150,9 @@ def word(codes=(), **changes):
     ids=["step", "ended", "changed"],
 )
 def test_what_cannot_be_honoured_is_named(other, error, text):
-    for words in ([word(), other], [word(), other, word()]):
+    for messages in ([word(), other], [word(), other, word()]):
         with pytest.raises(error, match=text):
-            step_sync.StepSync().receive(words, NAMES, [0, 1, 2])
+            step_sync.StepSync().receive(messages, NAMES, [0, 1, 2])
 
 
 def test_a_change_behind_the_end_counts_only_where_ranks_differ():
