@@ -154,7 +154,7 @@ class Step:
         extra = {"moment": self.moments[bucket]} if self.compressor.uses_moments else {}
         if self.undoes:  # as the PyTorch engine does it
             self.before[bucket] = [x for _, x in leaves(self.states[bucket])]
-            self.ops.keep(self.before[bucket])
+            self.ops.snapshot(self.before[bucket])
         program = self.compressor.aggregate(
             self.ops, context, self.gradients[bucket], self.states[bucket], **extra
         )
@@ -173,7 +173,9 @@ class Step:
         if any(x.data_ptr() == memory for _, x in leaves(self.states[bucket])):
             self.gradients[bucket] = self.total
         if self.undoes:
-            self.ops.let_go(self.before[bucket], [x for _, x in leaves(self.states[bucket])])
+            self.ops.release_snapshot(
+                self.before[bucket], [x for _, x in leaves(self.states[bucket])]
+            )
         return None
 
     def reply(self, bucket: int) -> Any:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from hvd_gradcomp.core.collectives import Allreduce, Gather
 from hvd_gradcomp.runtime.program_runner import Participants
-from hvd_gradcomp.torch import ddp_checkpoint
+from hvd_gradcomp.torch import reducer_state
+from hvd_gradcomp.torch.reducer_state import OF_HOOKS
 from hvd_gradcomp.torch.tensor_exchange import Connection
 
 _SECONDS = 60.0
@@ -84,8 +86,8 @@ class ThreadRank:
 
     def connect(self, name: str) -> Connection:
         del name
-        save = lambda reducer, mode: ddp_checkpoint.save(reducer)  # noqa: E731
-        how = save, ddp_checkpoint.load, self._hub.hang_up
+        save = lambda reducer, mode: reducer_state.save(reducer)  # noqa: E731
+        how = save, partial(reducer_state.load, remedies=OF_HOOKS), self._hub.hang_up
         return Connection(self, Participants(self.group), *how)
 
     def _meet(self, item: Any, shaped: Callable[[list[Any]], Any]) -> _Reply:

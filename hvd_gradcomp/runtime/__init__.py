@@ -2,7 +2,9 @@
 
     program_runner    steps a program and the branches that it switches to; which ranks take part;
                       submits a program's collectives to a transport by name and counts the bytes
+    driver            runs exchanges side by side until all are done
     config_check      compares the configuration of all ranks before the first exchange
+    step_header       the row of integers that ranks compare before they act
     hierarchy         dense allreduce inside a host, compressed exchange between hosts
     elastic           membership of an elastic run
     local_rounds      local steps: when ranks exchange what, and what becomes of it

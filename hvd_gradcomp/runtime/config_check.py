@@ -1,13 +1,14 @@
 """Comparison of the configuration of all ranks before the first exchange.
 
-Ranks with different models would deadlock, or add gradients of different parameters. Each frontend
-gathers every rank's `describe(...)` once, at the first step, and calls `agree`, which raises the
-same error on all ranks.
+Ranks with different models would deadlock, or add gradients of different parameters. So each
+frontend compares this rank's `describe(...)` with those of the others once, at the first step; an
+error is the same on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.compressor import Compressor
@@ -85,7 +86,30 @@ def agree(
         )
 
 
-def raise_refusal(
+def compare(
+    description: Description,
+    gather: Callable[[Any, Any], list[Any]],
+    ranks: Sequence[int] | None,
+    refusal: Exception | None,
+) -> None:
+    """Compare the descriptions of all ranks, which all call it, also those that refuse to go on.
+
+    Args:
+        description: that of this rank.
+        gather: gathers an item of some type from every rank.
+        ranks: the numbers of the ranks, if these are not all ranks.
+        refusal: error with which this rank refuses; None if it does not.
+
+    Raises:
+        MismatchError: on all ranks, if the descriptions differ, or some ranks alone refuse.
+        Exception: the one with which this rank refuses, if all ranks refuse.
+    """
+    every = gather({**description, REFUSED: str(refusal or NOTHING)}, Description)
+    _raise_refusal(every, ranks, refusal)
+    agree(every, ranks)
+
+
+def _raise_refusal(
     descriptions: Sequence[Description], ranks: Sequence[int] | None, refusal: Exception | None
 ) -> None:
     """Raise an error if some rank refuses to go on; the texts may differ between ranks.

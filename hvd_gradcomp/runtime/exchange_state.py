@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.runtime.errors import OutOfStepError
+from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare
 
 
 class ExchangeState(NamedTuple):
@@ -41,17 +42,16 @@ def out_of_step(states: States, counted: bool = True) -> OutOfStepError | None:
         states: of the ranks.
         counted: whether ranks have to have made as many steps, where `exchange()` does not ask.
     """
-    if len({(*s[:3], s.clock if counted and not s.asked else 0) for s in states.values()}) == 1:
-        return None
-    listed = ", ".join(
-        f"rank {rank} after {s.clock} steps{' in exchange()' * bool(s.asked)}, with "
-        f"{s.exchanges} exchanges before it"
-        for rank, s in states.items()
-    )
-    return OutOfStepError(
-        f"the ranks are in different exchanges: {listed}. Call step() equally often on all "
-        "ranks, exchange() on all or none, and load the same checkpoint on all of them"
-    )
+    headers = {
+        rank: StepHeader(
+            Kind.REQUESTED_EXCHANGE if state.asked else Kind.EXCHANGE,
+            state.exchanges,
+            part=state.number,
+            clock=state.clock,
+        )
+        for rank, state in states.items()
+    }
+    return compare(headers, clocks=counted)
 
 
 def digests_of(states: States) -> dict[int, int]:

@@ -117,8 +117,8 @@ class LaunchedRank(NamedTuple):
     @classmethod
     def here(cls) -> LaunchedRank:
         """Return the location of this rank by the variables that torchrun sets."""
-        said = [os.environ.get(name, "") for name in _TORCHRUN]
-        group, rank, size = (int(x) if x.isdecimal() else -1 for x in said)
+        numbers = [os.environ.get(name, "") for name in _TORCHRUN]
+        group, rank, size = (int(x) if x.isdecimal() else -1 for x in numbers)
         return cls(group, rank, size, platform.node())
 
 

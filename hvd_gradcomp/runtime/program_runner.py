@@ -210,7 +210,7 @@ class TrafficCounter(Protocol):
     def received(self, tensor: Tensor) -> None:
         """Count a tensor that a collective returned."""
 
-    def heard(self, reply: Tensor) -> None:
+    def record_checksum(self, reply: Tensor) -> None:
         """Record a reply that is bit-identical on all ranks."""
 
 
@@ -235,14 +235,14 @@ class CollectiveRunner:
 
     Args:
         transport: moves the tensors.
-        ledger: counts them.
+        traffic: counts them.
         participants: selects the process set.
     """
 
     def __init__(
-        self, transport: Transport, ledger: TrafficCounter, participants: Participants
+        self, transport: Transport, traffic: TrafficCounter, participants: Participants
     ) -> None:
-        self.transport, self.ledger, self._participants = transport, ledger, participants
+        self.transport, self.traffic, self._participants = transport, traffic, participants
 
     def submit(
         self, request: Collective, bucket: str, path: object, group: Any = None
@@ -264,7 +264,7 @@ class CollectiveRunner:
         if not isinstance(inner, (Allgather, Allreduce, Alltoall, Broadcast, Gather)):
             raise TypeError(f"{inner!r} is no collective; {bucket} has asked for it")
         if counts and _root(inner) in (None, group.rank()):
-            self.ledger.sent(_for_others(inner))
+            self.traffic.sent(_for_others(inner))
         return PendingCollective(inner, group, counts, self._begin(inner, name, group))
 
     def _begin(self, request: Any, name: str, group: Any) -> Any:
@@ -284,9 +284,9 @@ class CollectiveRunner:
         """Return the reply to a submitted collective once it has arrived."""
         reply = self.transport.wait(sent.pending)
         if isinstance(sent.request, (Allreduce, Broadcast)) and self._participants.place is None:
-            self.ledger.heard(reply)
+            self.traffic.record_checksum(reply)
         if sent.counts and _root(sent.request) != sent.group.rank():
-            self.ledger.received(reply)
+            self.traffic.received(reply)
         return reply
 
 

@@ -95,14 +95,14 @@ def gather(
     Raises:
         MessageError: on all ranks, if an item has another type.
     """
-    found = []
+    items = []
     for place, data in enumerate(allgather(dumps(item))):
         try:
-            found.append(loads(data, kind))
+            items.append(loads(data, kind))
         except MessageError as error:
             rank = ranks[place] if ranks else place
             raise MessageError(
                 f"what rank {rank} has said cannot be read: {error}. Install the same version of "
                 "hvd_gradcomp on all hosts, and call the same functions in the same order"
             ) from None
-    return found
+    return items

@@ -74,7 +74,7 @@ def broadcast_variables(
         others = [rank for rank, roll in zip(ranks, rolls) if roll.steps[place] != step]
         reducer.rename(root.names[place])
         if horovod.rank() in others:
-            reducer.forget()
+            reducer.reset_local()
         owned = reducer.planner.learned_by_one(step)
         shared += [variable for variable, _ in owned]
         if others and any(owner != root_rank for _, owner in owned):

@@ -116,7 +116,7 @@ class StateSnapshot:
 
 def _unwritten(dtype: tf.DType) -> tf.Variable:
     """Create a variable of any shape, which has no memory yet."""
-    return new_variable("gradcomp_previous", tf.zeros((0,), dtype), shape=tf.TensorShape(None))
+    return new_variable("gradcomp_snapshot", tf.zeros((0,), dtype), shape=tf.TensorShape(None))
 
 
 class BucketPlanner:
@@ -129,10 +129,10 @@ class BucketPlanner:
         ops: the tensor operations.
         name: prefix of the names of everything that travels.
         make_variable: creates the variables that hold the state.
-        keeps_previous: keep the state before the last exchange.
+        keeps_snapshot: keep the state before the last exchange.
 
     Attributes:
-        previous: the state before the last exchange, if it can be discarded.
+        snapshot: the state before the last exchange, if it can be rolled back.
         buckets: in the order in which backward fills them.
         assigned: each layer's compressor.
         left_out: sorted places of layers that get no bucket.
@@ -147,11 +147,11 @@ class BucketPlanner:
         ops: TensorFlowOps,
         name: str,
         make_variable: MakeVariable,
-        keeps_previous: bool,
+        keeps_snapshot: bool,
     ) -> None:
         self.layers, self.compressor, self.name = list(layers), compressor, name
         self.participants, self.ops = participants, ops
-        self._make_variable, self._keeps_previous = make_variable, keeps_previous
+        self._make_variable, self._keeps_snapshot = make_variable, keeps_snapshot
         for layer, _, dtype in self.layers:
             if dtype not in _FLOATS:
                 raise ValueError(
@@ -159,7 +159,7 @@ class BucketPlanner:
                     "real and imaginary parts in variables of their own, or leave the variable to "
                     "its rank (hvd.PartialDistributedOptimizer, hvd.PartialDistributedGradientTape)"
                 )
-        self.previous: StateSnapshot | None = None
+        self.snapshot: StateSnapshot | None = None
         self.buckets: list[Bucket] = []
         self.assigned: Sequence[Compressor] = ()
         self.left_out: list[int] = []
@@ -197,8 +197,8 @@ class BucketPlanner:
                 self._bucket(number, compressor, layout, [places[name] for name in layout.names])
                 for number, (compressor, layout) in enumerate(planned)
             ]
-            if self._keeps_previous:
-                self.previous = StateSnapshot(self.variables)
+            if self._keeps_snapshot:
+                self.snapshot = StateSnapshot(self.variables)
 
     def _bucket(
         self, number: int, planned: Compressor, layout: Layout, places: list[int]
@@ -289,10 +289,10 @@ class BucketPlanner:
             if (owner := bucket.compressor.owner(path, steps)) is not None
         ]
 
-    def restore_previous(self) -> None:
+    def rollback(self) -> None:
         """Restore the state before the last exchange, bit-exact."""
-        if self.previous is not None:
-            self.previous.restore()
+        if self.snapshot is not None:
+            self.snapshot.restore()
 
     def reset_local(self) -> None:
         """Reset what belongs to this rank alone to its value before the first step."""

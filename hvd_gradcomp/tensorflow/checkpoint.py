@@ -19,7 +19,7 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 from safetensors import numpy as safetensors
 
-from hvd_gradcomp.checkpoint import files, schema
+from hvd_gradcomp.checkpoint import files, reducer_state, schema
 from hvd_gradcomp.checkpoint.files import Ranks, Takeover
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core.compressor import is_replicated, leaves
@@ -72,7 +72,7 @@ def save_checkpoint(
     ranks = _ranks(process_set)
     files.agree_on(mode, objects, ranks)
     shared: Arrays = {}
-    own: Arrays = {}
+    per_rank: Arrays = {}
     meta: dict[str, Any] = {"objects": {}, "values": {}}
     for name, item in objects.items():
         variables = _variables(item)
@@ -93,7 +93,7 @@ def save_checkpoint(
                     'with mode="sharded"'
                 )
             if mode == "sharded" and (_is_own(variable) or is_apart(plain_variable(variable))):
-                own[f"{name}/{place}"] = _array(variable)
+                per_rank[f"{name}/{place}"] = _array(variable)
             elif not _is_own(variable):
                 shared[f"{name}/{place}"] = _array(variable)
         optimizer = distributed_in(_optimizer_of(item))
@@ -110,13 +110,13 @@ def save_checkpoint(
                     f"call {name}.exchange() on all ranks before, or save with mode='sharded'"
                 )
         for title, reducer in _exchanges(item).items():
-            entry[title] = _exchange(reducer, mode, f"{name}/{title}", shared, own)
+            entry[title] = _exchange(reducer, mode, f"{name}/{title}", shared, per_rank)
     meta |= {"mode": mode, "size": ranks.size}
     files.write(
         folder,
         ranks,
         lambda: _packed(shared, meta),
-        (lambda: _packed(own, {})) if mode == "sharded" else None,
+        (lambda: _packed(per_rank, {})) if mode == "sharded" else None,
     )
 
 
@@ -147,15 +147,15 @@ def load_checkpoint(
             damaged, or it is of another model, compressor or number of ranks.
     """
 
-    def prepare(whole: dict[str, Any], own: dict[str, Any] | None) -> Takeover:
+    def prepare(whole: dict[str, Any], per_rank: dict[str, Any] | None) -> Takeover:
         saved = whole["objects"]
         plan: list[tuple[Any, Any]] = []
         later: list[tuple[Any, dict[str, Any], Callable[[], None]]] = []
         for name, item in objects.items():
             if name not in saved:
-                there = ", ".join((*saved, *whole["values"]))
-                raise CheckpointError(f"{name} is not in it; there are {there}")
-            arrays = {**whole["arrays"], **(own["arrays"] if own is not None else {})}
+                names = ", ".join((*saved, *whole["values"]))
+                raise CheckpointError(f"{name} is not in it; there are {names}")
+            arrays = {**whole["arrays"], **(per_rank["arrays"] if per_rank is not None else {})}
             how = (name, item, saved[name], arrays, whole["mode"], whole["size"])
             try:
                 if _is_unbuilt(item, saved[name]):
@@ -171,8 +171,8 @@ def load_checkpoint(
                 before.append((variable, tf.identity(variable)))
                 variable.assign(value)
             _commit(objects.values())
-            for optimizer, there, ready in later:
-                _waiting[optimizer] = there
+            for optimizer, entry, ready in later:
+                _waiting[optimizer] = entry
                 optimizer.when_built(ready)
             return dict(whole["values"])
 
@@ -197,8 +197,8 @@ def _ranks(process_set: Any) -> Ranks:
         return gather_objects(item, kind, name, process_set)
 
     def broadcast(data: bytes) -> bytes:
-        own = np.frombuffer(data, np.uint8)
-        received = horovod.broadcast(own, root, name=f"{name}.data", process_set=process_set)
+        array = np.frombuffer(data, np.uint8)
+        received = horovod.broadcast(array, root, name=f"{name}.data", process_set=process_set)
         return received.numpy().tobytes()
 
     return Ranks(process_set.rank(), process_set.size(), gather, broadcast)
@@ -227,12 +227,12 @@ def _variables(item: Any) -> list[Any] | None:
         return list(item)
     if not hasattr(item, "variables"):
         return None
-    found = [*item.variables]
+    variables = [*item.variables]
     optimizer = _optimizer_of(item)
     if optimizer is not item:
-        found += optimizer.variables
+        variables += optimizer.variables
     exchanged = {id(v) for reducer in _exchanges(item).values() for v in reducer.variables}
-    kept = {id(plain_variable(v)): v for v in found}
+    kept = {id(plain_variable(v)): v for v in variables}
     return [v for key, v in kept.items() if key not in exchanged and v.name != "gradcomp_rank"]
 
 
@@ -254,23 +254,24 @@ def _array(variable: Any) -> np.ndarray:
 
 
 def _exchange(
-    reducer: GraphReducer, mode: str, name: str, shared: Arrays, own: Arrays
+    reducer: GraphReducer, mode: str, name: str, shared: Arrays, per_rank: Arrays
 ) -> dict[str, Any]:
     """Add the state of an exchange to the arrays, and return its description."""
 
     def add(title: str, value: np.ndarray, alike: bool) -> None:
-        (shared if alike or mode == "consolidated" else own)[f"{name}/{title}"] = value
+        (shared if alike or mode == "consolidated" else per_rank)[f"{name}/{title}"] = value
 
     hosts = reducer.participants.place is not None
     for number, bucket in enumerate(reducer.buckets):
-        for path, value in _state(reducer, number, bucket, mode).items():
+        for path, value in _state(reducer, bucket, mode).items():
             # With hosts, only the leaders have the replicated state.
             add(f"{number}.{path}", value, not hosts and is_replicated(bucket.compressor, path))
     for title, counter in reducer.counters.local.items():
         if title in _ALIKE or mode == "sharded":
             value = _array(counter)
         else:
-            value = _summed(reducer, title, counter, reducer.process_set)
+            name_of_sum = f"{reducer.name}.{title}.consolidated"
+            value = _Collectives().total(_array(counter), True, name_of_sum, reducer.process_set)
         add(title, value, title in _ALIKE)
     saved = schema.describe(reducer.compressor, reducer.planner.layouts, int(reducer.steps))
     return {**saved, "hosts": _hosts(reducer)}
@@ -281,54 +282,47 @@ def _hosts(reducer: GraphReducer) -> int | None:
     return None if place is None else place.hosts
 
 
-def _state(reducer: GraphReducer, number: int, bucket: Bucket, mode: str) -> Arrays:
+def _state(reducer: GraphReducer, bucket: Bucket, mode: str) -> Arrays:
     """Return a bucket's tensors by path: this rank's, or those consolidated over all ranks."""
-    state, participants, steps = {}, reducer.participants, int(reducer.steps)
-    for path, variable in bucket.named_variables():
-        if mode == "sharded" or is_replicated(bucket.compressor, path):
-            state[path] = _array(variable)
-            continue
-        owner = bucket.compressor.owner(path, steps)
-        counts = owner in (None, participants.rank_and_size[0])
-        among = participants.among(None)
-        state[path] = _summed(reducer, f"{number}.{path}", variable, among, counts)
-    if mode == "consolidated" and participants.place is not None and participants.place.slots > 1:
-        name, inside = f"{reducer.name}.consolidate.{number}", participants.groups.inside
-        state = _of_leader(name, bucket.leader, inside, state)
-    return state
+    arrays = {path: _array(variable) for path, variable in bucket.named_variables()}
+    if mode == "sharded":
+        return arrays
+    steps, leader = int(reducer.steps), bucket.leader
+    where = bucket.name, steps, leader, reducer.participants
+    return reducer_state.consolidate(bucket.compressor, arrays, *where, _Collectives())
 
 
-def _of_leader(name: str, leader: int, inside: Any, state: Arrays) -> Arrays:
-    """Return the state of a bucket on its host's leader, on all ranks of the host."""
-    own = {path: (list(x.shape), x.dtype.name) for path, x in state.items()}
-    gathered = gather_objects(own, dict[str, tuple[list[int], str]], name, inside)
-    root, received = (inside.ranks or range(inside.size()))[leader], {}
-    for path, (shape, dtype) in gathered[leader].items():
-        x = np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
-        if inside.rank() == leader:
-            x = state[path]
+class _Collectives:
+    """Collectives of arrays; see `reducer_state.Collectives`."""
+
+    def total(self, x: np.ndarray, counts: bool, name: str, group: Any) -> np.ndarray:
+        value = tf.constant(x if counts else np.zeros_like(x))
+        wide = tf.cast(value, tf.float64) if value.dtype.is_floating else value
+        total = mpi_ops._allreduce(
+            tf.reshape(wide, (-1,)),
+            op=horovod.Sum,
+            name=name,
+            ignore_name_scope=True,
+            process_set=group,
+        )
+        return np.asarray(tf.cast(tf.reshape(total, value.shape), value.dtype))
+
+    def kind(self, x: np.ndarray) -> reducer_state.Kind:
+        return list(x.shape), x.dtype.name
+
+    def gather_kinds(
+        self, kinds: dict[str, reducer_state.Kind], name: str, group: Any
+    ) -> list[dict[str, reducer_state.Kind]]:
+        return gather_objects(kinds, dict[str, tuple[list[int], str]], name, group)
+
+    def broadcast(
+        self, x: np.ndarray | None, kind: reducer_state.Kind, root: int, name: str, group: Any
+    ) -> np.ndarray:
+        shape, dtype = kind[0], tf.as_dtype(kind[1]).as_numpy_dtype
+        x = np.zeros(shape, dtype) if x is None else x
         data = np.frombuffer(x.tobytes(), np.uint8)
-        data = horovod.broadcast(data, root, name=f"{name}.{path}", process_set=inside)
-        received[path] = np.frombuffer(data.numpy().tobytes(), x.dtype).reshape(shape)
-    return received
-
-
-def _summed(
-    reducer: GraphReducer, title: str, variable: tf.Variable, process_set: Any, counts: bool = True
-) -> np.ndarray:
-    """Sum a variable over the ranks that count, in double precision on the way."""
-    value = variable.read_value()
-    wide = tf.cast(value, tf.float64) if value.dtype.is_floating else value
-    if not counts:
-        wide = tf.zeros_like(wide)
-    total = mpi_ops._allreduce(
-        tf.reshape(wide, (-1,)),
-        op=horovod.Sum,
-        name=f"{reducer.name}.consolidate.{title}",
-        ignore_name_scope=True,
-        process_set=process_set,
-    )
-    return np.asarray(tf.cast(tf.reshape(total, value.shape), value.dtype))
+        data = horovod.broadcast(data, root, name=name, process_set=group)
+        return np.frombuffer(data.numpy().tobytes(), dtype).reshape(shape)
 
 
 # -- loading -------------------------------------------------------------------------------------
@@ -429,12 +423,12 @@ def _restored_exchange(
         schema.check_hosts(hosts, _hosts(reducer))
     size, holders = reducer.participants.rank_and_size[1], hosts or size_then
     # A sharded part is this rank's own: `files.read` gives each rank its part.
-    origin = schema.Origin(saved["steps"], mode, rank, holders)
+    origin = reducer_state.Origin(saved["steps"], mode, rank, holders)
     plan: list[tuple[Any, Any]] = []
     for number, bucket in enumerate(reducer.buckets):
         start = dict(leaves(bucket.template))
         stored = {path: tf.constant(arrays[f"{name}/{number}.{path}"]) for path in start}
-        state = schema.restore(
+        state = reducer_state.restore(
             bucket.compressor, reducer.ops, bucket.template, stored, start, origin, rank, size
         )
         plan += zip(bucket.variables, (x for _, x in leaves(state)))
@@ -442,7 +436,7 @@ def _restored_exchange(
         array = arrays[f"{name}/{title}"]
         same = mode == "sharded" or title in _ALIKE
         plan.append(
-            (variable, array if same else schema.share(reducer.ops, array, size, size_then))
+            (variable, array if same else reducer_state.share(reducer.ops, array, size, size_then))
         )
     return [*plan, (reducer.steps, tf.constant(saved["steps"], reducer.steps.dtype))]
 

@@ -22,10 +22,10 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.checkpoint.schema import CheckpointError
+from hvd_gradcomp.runtime.step_header import SIZE, Kind, StepHeader
 from hvd_gradcomp.tensorflow import stall_inspector
 from hvd_gradcomp.tensorflow.comm import gather_objects
 from hvd_gradcomp.tensorflow.reducer import living
-from hvd_gradcomp.tensorflow.step_sync import SAVING, STEPPING
 
 PATIENCE = 10.0  # seconds of waiting before a rank submits its messages
 _NAME = "gradcomp.checkpoint"
@@ -76,7 +76,7 @@ def _submit(
     """Submit the messages that were not submitted yet."""
     for name, size in wanted:
         if (name, size) not in messages:
-            messages[name, size] = submitted(SAVING, name, size, process_set)
+            messages[name, size] = submitted(Kind.SAVE, name, size, process_set)
 
 
 def _pending(messages: dict[_Message, Future[Any]], process_set: Any) -> list[Future[Any]]:
@@ -95,9 +95,10 @@ def _pending(messages: dict[_Message, Future[Any]], process_set: Any) -> list[Fu
 
 def _check(table: Any, process_set: Any) -> None:
     ranks = process_set.ranks or range(len(table))
-    steps = {rank: int(row[2]) for rank, row in zip(ranks, table) if row[0] == STEPPING}
-    if steps:
-        listed = ", ".join(f"rank {rank} waits in step {step}" for rank, step in steps.items())
+    headers = {rank: StepHeader(*map(int, row[:SIZE])) for rank, row in zip(ranks, table)}
+    stepping = {rank: each for rank, each in headers.items() if each.kind == Kind.STEP}
+    if stepping:
+        listed = ", ".join(f"rank {r} waits in step {each.step}" for r, each in stepping.items())
         raise CheckpointError(
             f"nothing was saved or loaded: rank {horovod.rank()} saves or loads a checkpoint, but "
             f"{listed}. Call save_checkpoint and load_checkpoint on all ranks, between the same "
@@ -105,15 +106,15 @@ def _check(table: Any, process_set: Any) -> None:
         )
 
 
-def submitted(action: int, name: str, size: int, process_set: Any) -> Future[Any]:
+def submitted(kind: Kind, name: str, size: int, process_set: Any) -> Future[Any]:
     """Submit a sync message of a rank that is not in a step; see `step_sync`.
 
     Args:
-        action: of this rank, `SAVING` or `JOINED`.
+        kind: SAVE or JOINED.
         name, size: of the messages.
         process_set: the ranks.
     """
-    row = tf.one_hot(0, size, on_value=action, off_value=0, dtype=tf.int64)
+    row = tf.one_hot(0, size, on_value=int(kind), off_value=0, dtype=tf.int64)
     table = tf.one_hot([process_set.rank()], process_set.size(), dtype=tf.int64, axis=0) * row
     return summed(table, name, process_set)
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from hvd_gradcomp.tensorflow.buckets import MakeVariable
 from hvd_gradcomp.tensorflow.variables import keep_local, new_variable
 
-_COMMITTED, _DISCARDABLE, _LEFT_OUT = 0, 1, 2  # states of the last exchange
+_COMMITTED, _EXCHANGED, _SKIPPED = 0, 1, 2  # states of the last exchange
 _NOTHING = (
     "discard_step() takes back the last exchange, once: call it after an exchange and before the "
     "next one"
@@ -26,14 +26,14 @@ class ExchangeCounters:
     Attributes:
         steps: exchanges so far, equal on all ranks.
         local: this rank's counters, by name.
-        summed: a checksum of the previous step's replies that are equal on all ranks; 0 for none.
-        checksums: of such replies in the step that is traced.
+        checksum: that of the previous step's replies that are equal on all ranks; 0 for none.
+        checksums: those of such replies in the step that is traced.
     """
 
     def __init__(self, make_variable: MakeVariable, layers: int) -> None:
         with tf.init_scope():
             zero = tf.constant(0, tf.int64)
-            self.summed = new_variable("gradcomp_summed", zero)
+            self.checksum = new_variable("gradcomp_checksum", zero)
             self._last = new_variable("gradcomp_last", tf.constant(_COMMITTED, tf.int64))
             self.steps = make_variable("gradcomp_steps", zero)
             self.local = {
@@ -56,7 +56,7 @@ class ExchangeCounters:
         """Count the bytes returned by a collective."""
         self.local["bytes_received"].assign_add(_bytes_of(tensor))
 
-    def heard(self, reply: tf.Tensor) -> None:
+    def record_checksum(self, reply: tf.Tensor) -> None:
         """Record a reply that is bit-identical on all ranks."""
         self.checksums.append(_sum_of_bits(reply))
 
@@ -66,33 +66,33 @@ class ExchangeCounters:
         here = tf.one_hot(place, layers.shape[0], dtype=tf.int64)
         layers.assign_add(here * tf.size(values, tf.int64))
 
-    def end_step(self, finite: tf.Tensor) -> None:
+    def finish_step(self, finite: tf.Tensor) -> None:
         """Count a step, as skipped unless it was finite, and keep its checksum."""
-        self.summed.assign(tf.add_n(self.checksums) if self.checksums else 0)
+        self.checksum.assign(tf.add_n(self.checksums) if self.checksums else 0)
         exchanged = tf.cast(finite, tf.int64)
         self.steps.assign_add(exchanged)
-        self._last.assign(tf.where(finite, tf.constant(_DISCARDABLE, tf.int64), _LEFT_OUT))
+        self._last.assign(tf.where(finite, tf.constant(_EXCHANGED, tf.int64), _SKIPPED))
         self.local["exchanges"].assign_add(exchanged)
         self.local["skipped"].assign_add(1 - exchanged)
 
     def commit(self) -> None:
-        """Commit the last step: it can no longer be discarded."""
+        """Commit the last step: it can no longer be rolled back."""
         self._last.assign(_COMMITTED)
 
-    def discard(self, restore: Callable[[], None]) -> None:
+    def rollback(self, restore: Callable[[], None]) -> None:
         """Count the last step as skipped instead; eager, or in a graph.
 
         Args:
-            restore: restores the state from before, unless the step was left out already.
+            restore: restores the state from before, unless the step was skipped already.
 
         Raises:
-            RuntimeError: there is none to discard; in a graph TensorFlow's `InvalidArgumentError`,
-                with the same message.
+            RuntimeError: there is none to roll back; in a graph TensorFlow's
+                `InvalidArgumentError`, with the same message.
         """
         if tf.executing_eagerly() and int(self._last) == _COMMITTED:
             raise RuntimeError(_NOTHING)
 
-        def undo() -> None:
+        def roll_back() -> None:
             restore()
             one = tf.constant(1, tf.int64)
             self.steps.assign_sub(one)
@@ -102,11 +102,11 @@ class ExchangeCounters:
 
         check = tf.debugging.Assert(tf.not_equal(self._last, _COMMITTED), [_NOTHING])
         with tf.control_dependencies([] if check is None else [check]):
-            tf.cond(tf.equal(self._last, _DISCARDABLE), undo, lambda: None)
+            tf.cond(tf.equal(self._last, _EXCHANGED), roll_back, lambda: None)
 
     def reset_local(self) -> None:
         """Reset what belongs to this rank alone."""
-        for counter in (*self.local.values(), self.summed):
+        for counter in (*self.local.values(), self.checksum):
             counter.assign(tf.zeros_like(counter))
 
 

@@ -211,7 +211,7 @@ class Elastic(Membership, Variables):
 
     def _forget(self) -> None:
         for reducer in self._reducers():
-            reducer.forget()
+            reducer.reset_local()
 
     def _resize(self) -> None:
         for reducer in self._reducers():

@@ -159,7 +159,7 @@ class ExchangeTracer:
         sync: the comparison of ranks in each step.
 
     Attributes:
-        undoes: whether a step with a non-finite gradient is undone.
+        rolls_back_nonfinite: a step with a non-finite gradient is rolled back.
         norm: of the gradient, if somebody watches it.
     """
 
@@ -175,7 +175,7 @@ class ExchangeTracer:
         self._rows, self._sync = rows, sync
         self._participants, self._ops = planner.participants, planner.ops
         self._programs = ProgramTracer(counters, self._participants, self._ops)
-        self.undoes = options.nonfinite != "raise"
+        self.rolls_back_nonfinite = options.nonfinite != "raise"
         self.norm: GradientNorm | None = None
 
     @property
@@ -197,7 +197,7 @@ class ExchangeTracer:
         """
         # If a leader finds a non-finite gradient, its host has to learn of it first.
         hosts = self._participants.place is not None
-        self._ops.verdicts = [] if self.undoes or hosts else None
+        self._ops.verdicts = [] if self.rolls_back_nonfinite or hosts else None
         dense, sparse, undecided = self._rows.split(gradients)
         checks = self._check_step(gradients, messages)
         if os.environ.get("HOROVOD_ELASTIC") == "1":
@@ -225,7 +225,7 @@ class ExchangeTracer:
                 elif gradient is not None and place not in planned:  # sparse at first, not now
                     reduced[place] = self._sum(place, dense[place])
         finite = self._programs.verdict()
-        if not self.undoes and hosts:
+        if not self.rolls_back_nonfinite and hosts:
             facts = {wire.ANY_NOT_FINITE: tf.reshape(finite, (1,))}
             finite = tf.reduce_all(self._ops.require(facts, NonFiniteGradientError))
         # The totals depend on the checks of the payloads: a step that fails leaves no trace.
@@ -233,12 +233,12 @@ class ExchangeTracer:
         with tf.control_dependencies([finite, *checks, *totals]):
             for each in buckets:
                 self._end_bucket(each, finite, dense, reduced)
-            if self._planner.previous is not None:
+            if self._planner.snapshot is not None:
                 states = [value for each in buckets for _, value in leaves(each.before)]
-                self._planner.previous.assign(states)
-            self._rows.end_step(finite)
-            self._counters.end_step(finite)
-        if self.undoes:
+                self._planner.snapshot.assign(states)
+            self._rows.finish_step(finite)
+            self._counters.finish_step(finite)
+        if self.rolls_back_nonfinite:
             reduced = [times(g, tf.where(finite, 1.0, float("nan"))) for g in reduced]
         if self.norm is not None:
             with tf.control_dependencies(totals):
@@ -261,8 +261,8 @@ class ExchangeTracer:
             for p in self._planner.apart
         ]
         kinds = zlib.crc32(repr([self.kind_of(gradient) for gradient in gradients]).encode())
-        checks, most = self._sync.check_step(kinds, rows, messages)
-        self._rows.begin_step(most)
+        checks, most_rows = self._sync.check_step(kinds, rows, messages)
+        self._rows.begin_step(most_rows)
         return checks
 
     def _begin_bucket(
@@ -331,7 +331,9 @@ class ExchangeTracer:
         if traced.trained is not None:
             state = _where(traced.trained, state, traced.before)
         for variable, (_, value) in zip(bucket.variables, leaves(state)):
-            variable.assign(tf.where(finite, value, variable) if self.undoes else value)
+            variable.assign(
+                tf.where(finite, value, variable) if self.rolls_back_nonfinite else value
+            )
         if isinstance(total, tf.IndexedSlices):
             reduced[bucket.places[0]] = total
             return

@@ -27,6 +27,7 @@ from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps
 from hvd_gradcomp.planning import worth
 from hvd_gradcomp.runtime import config_check, hierarchy
 from hvd_gradcomp.runtime.program_runner import Groups, HostPosition, Participants
+from hvd_gradcomp.runtime.step_header import SIZE, StepHeader
 from hvd_gradcomp.runtime.unique_names import UniqueNames
 from hvd_gradcomp.tensorflow import comm, stall_inspector
 from hvd_gradcomp.tensorflow.buckets import Bucket, BucketPlanner, Layers, MakeVariable
@@ -35,7 +36,7 @@ from hvd_gradcomp.tensorflow.exchange import ExchangeTracer
 from hvd_gradcomp.tensorflow.gradients import GradientNorm, as_dtype, times, zero_like
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.sparse_rows import SparseRows
-from hvd_gradcomp.tensorflow.step_sync import JOINED, StepSync
+from hvd_gradcomp.tensorflow.step_sync import StepSync
 from hvd_gradcomp.tensorflow.variables import new_variable, plain_variable
 
 LOGGER = logging.getLogger("hvd_gradcomp")
@@ -101,7 +102,7 @@ class GraphReducer:
             self.ops,
             name or TITLES.take(),
             make_variable,
-            keeps_previous=options.rollback and not compressor.is_linear,
+            keeps_snapshot=options.rollback and not compressor.is_linear,
         )
         self.counters = ExchangeCounters(make_variable, len(self.layers))
         self.steps, self.process_set = self.counters.steps, options.process_set
@@ -209,7 +210,8 @@ class GraphReducer:
         while True:
             with comm.explained("hvd.join()"):
                 messages = gather()
-            if tf.reduce_all((messages[:, 0] == JOINED) | (messages[:, 0] == 0)):
+            headers = [StepHeader(*row[:SIZE]) for row in messages.numpy().tolist()]
+            if not any(header.takes_part for header in headers):
                 return taken
             taken += 1
             zeros = [zero_like(s, *layer[1:]) for s, layer in zip(self._specs, self.layers)]
@@ -253,7 +255,7 @@ class GraphReducer:
         replans = not (self.owned and self.planner.variables)
         if replans:
             self.rows.leave_out(sparse)
-        own = config_check.describe(
+        description = config_check.describe(
             [
                 (name, shape, f"{dtype}{kind}")
                 for (name, shape, dtype), kind in zip(self.layers, kinds)
@@ -264,7 +266,7 @@ class GraphReducer:
             framework=f"tensorflow {tf.__version__}",
             horovod=horovod_version,
         )
-        descriptions = self._gather_objects(own, config_check.Description)
+        descriptions = self._gather_objects(description, config_check.Description)
         config_check.agree(descriptions, self.process_set.ranks)
         self.rows.decide(sparse, replans, self._gather_objects)
         if self.process_set.rank() == 0 and not self._judged and self.buckets:
@@ -299,23 +301,23 @@ class GraphReducer:
         self._retrace()
         return True
 
-    def discard(self) -> None:
+    def rollback(self) -> None:
         """Roll back to the state before the last exchange, bit-exact; all ranks do the same.
 
-        The exchange counts as skipped. A no-op if it was undone already, because of a non-finite
-        gradient. Works eagerly, and as part of a traced graph.
+        The exchange counts as skipped. A no-op if it was rolled back already, because of a
+        non-finite gradient. Works eagerly, and as part of a traced graph.
 
         Raises:
-            RuntimeError: there is nothing to discard; see `ExchangeCounters.discard`.
+            RuntimeError: there is nothing to roll back; see `ExchangeCounters.rollback`.
         """
         if not (self.options.rollback or self.compressor.is_linear):
             raise RuntimeError(
                 "discard_step() needs what was kept before the exchange: make the tape without "
                 "rollback=False, or the optimizer with rollback=True"
             )
-        self.counters.discard(self.planner.restore_previous)
+        self.counters.rollback(self.planner.rollback)
 
-    def forget(self) -> None:
+    def reset_local(self) -> None:
         """Reset what belongs to this rank alone to its value before the first step."""
         self.counters.commit()
         self.counters.reset_local()
@@ -339,7 +341,7 @@ class GraphReducer:
         """
         self.rows.reset()
         self.counters.commit()
-        self.counters.summed.assign(0)  # the step before may have ended on some ranks only
+        self.counters.checksum.assign(0)  # the step before may have ended on some ranks only
         anew = self.planner.resize(int(self.steps))
         self._retrace()
         self.agreed = False

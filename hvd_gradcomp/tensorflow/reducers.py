@@ -75,8 +75,8 @@ def _identities(sources: Sequence[Any]) -> tuple[Any, ...]:
 def reducer_of_variables(variables: Sequence[Any]) -> GraphReducer | None:
     """Return the newest reducer whose sources are these variables, or None."""
     wanted = _identities(variables)
-    found = [reducer for key, reducer in _known.items() if key.sources == wanted]
-    return found[-1] if found else None
+    reducers = [reducer for key, reducer in _known.items() if key.sources == wanted]
+    return reducers[-1] if reducers else None
 
 
 def reducers_over(variables: Sequence[Any]) -> list[tuple[GraphReducer, list[int]]]:

@@ -183,7 +183,7 @@ class SparseRows:
         """Begin to trace a step, with the maximum over ranks of the rows of each layer apart."""
         self._rows, self._chosen = dict(zip(self._planner.apart, rows)), {}
 
-    def end_step(self, finite: tf.Tensor) -> None:
+    def finish_step(self, finite: tf.Tensor) -> None:
         """Keep the first step's choice from then on; rank 0 logs it."""
         for place, chosen in self._chosen.items():
             choice = self._choices[place]

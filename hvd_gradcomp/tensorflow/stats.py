@@ -156,11 +156,11 @@ def discard_step(source: Any) -> None:
 
     Raises:
         RuntimeError: it was made with `rollback=False`, which is the default of a Keras optimizer;
-            or there is no exchange that was not discarded yet (in a graph: TensorFlow's
+            or there is no exchange that was not rolled back yet (in a graph: TensorFlow's
             `InvalidArgumentError`, with the same message).
         TypeError: as in `compression_stats`.
     """
-    reducer_of(source).discard()
+    reducer_of(source).rollback()
 
 
 def verify(source: Any) -> None:

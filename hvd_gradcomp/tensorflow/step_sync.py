@@ -14,13 +14,11 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.core import wire
+from hvd_gradcomp.runtime.step_header import SIZE, Kind, StepHeader
 from hvd_gradcomp.tensorflow import stall_inspector
 from hvd_gradcomp.tensorflow.buckets import BucketPlanner
 from hvd_gradcomp.tensorflow.counters import ExchangeCounters
 
-# Actions of a rank that submits a message; see `checkpoint_barrier` and `uneven_inputs`.
-STEPPING, SAVING, JOINED = 1, 2, 3
-_HEAD = 4  # integers of a message before the states'
 _OTHER_CALL = (
     "rank {ranks} saves or loads a checkpoint while others train; call save_checkpoint and "
     "load_checkpoint on all ranks, between the same two steps"
@@ -43,10 +41,10 @@ _OTHER_PHASE = (
 class StepSync:
     """Exchange of the messages of one reducer.
 
-    A message is a row of int64: action; checksum of which layers have a gradient, and of which
-    kind; exchanges so far; checksum of the previous step's replies, 0 for none; integers of the
-    states that are equal on all ranks, which tell the phase. Then, what may differ between ranks:
-    rows of sparse gradients, and the report round.
+    A message is a row of int64: a header, whose settings are a checksum of the layers that have a
+    gradient, and of its kind, and whose digest is that of the previous step's replies; integers of
+    the states that are equal on all ranks, which tell the phase. Then, what may differ between
+    ranks: rows of sparse gradients, and the report round.
 
     Args:
         planner: names the reducer, and has the states' integers and the layers apart.
@@ -66,20 +64,19 @@ class StepSync:
     @property
     def size(self) -> int:
         """Return the number of integers in a message."""
-        return _HEAD + len(self._planner.counters) + len(self._planner.apart) + 1
+        return SIZE + len(self._planner.counters) + len(self._planner.apart) + 1
 
-    def _compared(self, action: int, kinds: int) -> tf.Tensor:
+    def _compared(self, kind: Kind, gradients: int) -> tf.Tensor:
         """Return the part of a message that must be equal on all ranks."""
-        head = [tf.constant(action, tf.int64), tf.constant(kinds, tf.int64)]
-        step = [tf.identity(self._counters.steps), tf.identity(self._counters.summed)]
-        counters = [tf.cast(counter, tf.int64) for counter in self._planner.counters]
-        return tf.stack([*head, *step, *counters])
+        steps, digest = tf.identity(self._counters.steps), tf.identity(self._counters.checksum)
+        header = StepHeader(kind, steps, settings=gradients, digest=digest)
+        return tf.stack([tf.cast(x, tf.int64) for x in (*header, *self._planner.counters)])
 
     def _gather(self, compared: tf.Tensor, rows: Sequence[tf.Tensor]) -> tf.Tensor:
         """Gather the messages of all ranks."""
         ranks, rounds = self._process_set, stall_inspector.rounds(self._process_set)
-        own = tf.concat((compared, tf.stack([*rows, tf.identity(rounds.told)])), 0)
-        table = tf.one_hot([ranks.rank()], ranks.size(), dtype=tf.int64, axis=0) * own
+        message = tf.concat((compared, tf.stack([*rows, tf.identity(rounds.told)])), 0)
+        table = tf.one_hot([ranks.rank()], ranks.size(), dtype=tf.int64, axis=0) * message
         with stall_inspector.marked(self._records):
             messages = mpi_ops._allreduce(
                 table, op=horovod.Sum, name=self.name, ignore_name_scope=True, process_set=ranks
@@ -90,15 +87,15 @@ class StepSync:
     def gather_joined(self) -> tf.Tensor:
         """Gather the messages of all ranks; this one's says that it has joined."""
         none = [tf.constant(0, tf.int64)] * len(self._planner.apart)
-        return self._gather(self._compared(JOINED, 0), none)
+        return self._gather(self._compared(Kind.JOINED, 0), none)
 
     def check_step(
-        self, kinds: int, rows: list[tf.Tensor], messages: tf.Tensor | None
+        self, gradients: int, rows: list[tf.Tensor], messages: tf.Tensor | None
     ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Fail, on all ranks, unless they are in the same step and phase; a no-op for one rank.
 
         Args:
-            kinds: a checksum of this rank's gradients.
+            gradients: a checksum of this rank's gradients.
             rows: of this rank's sparse gradients of layers apart.
             messages: those of all ranks; None requests them.
 
@@ -107,20 +104,21 @@ class StepSync:
         """
         if self._process_set.size() == 1:
             return [], rows
-        own = self._compared(STEPPING, kinds)
+        compared = self._compared(Kind.STEP, gradients)
         if messages is None:
-            messages = self._gather(own, rows)
-        most = tf.unstack(tf.reduce_max(messages[:, -1 - len(rows) : -1], 0), len(rows))
-        messages = messages[:, : own.shape[0]]
-        joined = (messages[:, 0] == 0) | (messages[:, 0] == JOINED)
-        alike = joined[:, None] | (messages == own)
-        summed = alike[:, 3] | (messages[:, 3] == 0) | (own[3] == 0)
-        alike = tf.concat((alike[:, :3], alike[:, 4:]), 1)
+            messages = self._gather(compared, rows)
+        highest = tf.unstack(tf.reduce_max(messages[:, -1 - len(rows) : -1], 0), len(rows))
+        # A column of all ranks for each field.
+        headers = StepHeader(*tf.unstack(messages[:, :SIZE], SIZE, axis=1))
+        header = StepHeader(*tf.unstack(compared[:SIZE], SIZE))
+        joined = (headers.kind == Kind.ABSENT) | (headers.kind == Kind.JOINED)
+        phases = messages[:, SIZE : compared.shape[0]] == compared[SIZE:]
+        unknown = (headers.digest == 0) | (header.digest == 0)
         facts = {
-            _OTHER_CALL: messages[:, 0] != SAVING,
-            _OTHER_GRADIENTS: alike[:, 1],
-            wire.OTHER_STEP: alike[:, 2],
-            _OTHER_PHASE: tf.reduce_all(alike, 1),
-            _OTHER_SUMS: summed,
+            _OTHER_CALL: headers.kind != Kind.SAVE,
+            _OTHER_GRADIENTS: joined | (headers.settings == header.settings),
+            wire.OTHER_STEP: joined | (headers.step == header.step),
+            _OTHER_PHASE: joined | tf.reduce_all(phases, 1),
+            _OTHER_SUMS: joined | unknown | (headers.digest == header.digest),
         }
-        return [self._planner.ops.require(facts)], most
+        return [self._planner.ops.require(facts)], highest

@@ -233,7 +233,7 @@ class TapeExchange:
         if not hasattr(self._tape, "_gradcomp"):
             raise RuntimeError("discard_step() leaves out a step: call it after gradient()")
         if self._tape._gradcomp is not None:
-            self._tape._gradcomp.discard()
+            self._tape._gradcomp.rollback()
 
 
 def check_seam(tape: tf.GradientTape) -> None:

@@ -10,11 +10,11 @@ import horovod.tensorflow as horovod
 import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
+from hvd_gradcomp.runtime.step_header import Kind
 from hvd_gradcomp.tensorflow import checkpoint_barrier
 from hvd_gradcomp.tensorflow.comm import explained, gather_objects
 from hvd_gradcomp.tensorflow.reducer import GraphReducer, living
 from hvd_gradcomp.tensorflow.stall_inspector import RankSet
-from hvd_gradcomp.tensorflow.step_sync import JOINED
 
 
 def join() -> tf.Tensor:
@@ -85,4 +85,4 @@ def _submit(name: str, size: int, process_set: int) -> Future[Any]:
     ranks = list(mpi_ops._basics._get_process_set_ids_and_ranks()[process_set])
     if horovod.rank() not in ranks:
         return checkpoint_barrier.started(lambda: None)
-    return checkpoint_barrier.submitted(JOINED, name, size, RankSet(process_set, ranks))
+    return checkpoint_barrier.submitted(Kind.JOINED, name, size, RankSet(process_set, ranks))

@@ -16,6 +16,7 @@ from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.stall_inspector import DeadlockError
 from hvd_gradcomp.torch import elastic
 from hvd_gradcomp.torch.broadcast_objects import broadcast_parameters
@@ -27,7 +28,7 @@ from hvd_gradcomp.torch.moments.tracker import MomentTracker, track_moments
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer
 from hvd_gradcomp.torch.probing import Probe
 from hvd_gradcomp.torch.stats_writer import StatsWriter
-from hvd_gradcomp.torch.step_sync import GradientChangedError, OutOfStepError
+from hvd_gradcomp.torch.step_sync import GradientChangedError
 from hvd_gradcomp.torch.uneven_inputs import join
 from hvd_gradcomp.torch.wrapped_horovod import LocalSteps, MomentumExchange
 

@@ -65,7 +65,7 @@ class GradScalerAdapter:
         """Forget the scale of this step."""
         self._factor = self._inverse = None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop the scale and the recorded scaler after a failed step.
 
         The scaler may stay alive, for instance in the error's traceback. It is ignored until it

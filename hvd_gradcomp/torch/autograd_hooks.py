@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hvd_gradcomp.runtime.driver import run_until_done
 from hvd_gradcomp.torch.comm import horovod
 from hvd_gradcomp.torch.moments.dynamo import interpreted
 
@@ -37,7 +38,7 @@ class Synchronizer(Protocol):
     def has_everything(self) -> bool:
         """Return True if no gradient is missing on this rank."""
 
-    def finishing(self, last: bool) -> Generator[None, None, bool]:
+    def finish_exchange(self, last: bool) -> Generator[None, None, bool]:
         """Finish the exchange; yield while waiting for other ranks."""
 
 
@@ -79,7 +80,7 @@ class GradHooks:
                 self._hooks.pop(p).remove()
 
 
-def forget(synchronizer: Synchronizer) -> None:
+def cancel(synchronizer: Synchronizer) -> None:
     """Drop the callback of a backward that has failed, or was compiled."""
     for run in [run for run, those in _backwards.items() if synchronizer in those]:
         _backwards[run].discard(synchronizer)
@@ -101,13 +102,13 @@ def finish_after_backward(synchronizer: Synchronizer) -> None:
 def _hook(synchronizer: weakref.ref[Synchronizer], p: torch.nn.Parameter) -> Callable[..., None]:
     @interpreted
     def hook(*_: Any) -> None:
-        there = synchronizer()
-        if there is None:
+        living = synchronizer()
+        if living is None:
             return
         try:
-            there.arrive(p)
+            living.arrive(p)
         except BaseException:
-            there.fail()
+            living.fail()
             raise
 
     return hook
@@ -116,7 +117,7 @@ def _hook(synchronizer: weakref.ref[Synchronizer], p: torch.nn.Parameter) -> Cal
 @interpreted
 def _backward_has_ended(run: int) -> None:
     having_news = [each for each in _backwards.pop(run, ()) if each.news]
-    nested, function = _surroundings()
+    nested, function = _enclosing_backward()
     early = [each for each in having_news if nested and not each.has_everything()]
     if early and function is not None:  # asks again at the end of the backward around this one
 
@@ -126,13 +127,19 @@ def _backward_has_ended(run: int) -> None:
 
         function.register_hook(pass_on)
     # All optimizers at once: their hooks fire in another order on other ranks.
-    horovod.complete(each.finishing(last=False) for each in having_news if each not in early)
+    ready = [each.finish_exchange(last=False) for each in having_news if each not in early]
+    run_until_done(ready, horovod.pauses())
 
 
-def _surroundings() -> tuple[bool, Any]:
-    """Return whether this backward runs inside another one, and the function that has called it.
+def _enclosing_backward() -> tuple[bool, Any]:
+    """Return True if this backward runs inside another one, and the function that started it.
 
-    Reentrant checkpoints do so. The function is None if none was called.
+    A reentrant checkpoint (`torch.utils.checkpoint(..., use_reentrant=True)`) calls `backward` from
+    its own backward function; at the end of that inner backward other layers still lack their
+    gradients, and messages about them would cost a round. PyTorch has no API for the node that
+    runs, so the calling frames are walked: the frame of `BackwardCFunction.apply` has the node as
+    `self`, whose hook then fires in the outer backward. The function is None if a plain function,
+    such as a hook, called `backward`.
     """
     runs = 0
     for frame, _ in traceback.walk_stack(sys._getframe()):

@@ -24,17 +24,18 @@ class Bucket:
 
     Attributes:
         name: on Horovod's timeline; equal on all ranks.
-        before: the state before the last step, for rollback.
+        snapshot_state: the state from before the last exchange, for rollback; None after commit.
         views: into `flat`, one for each layer, in the layer's shape.
         absent: layers whose gradient has not arrived in this step.
-        taken: layers whose reduced gradient was taken, of a bucket that is released after that.
-        runner: of the program; None while none runs.
+        copied: layers whose reduced gradient was copied out; the bucket is released after the last.
+        runner: runs the program; None while none runs.
         sent: the pending collective of the program.
         outcome: request that shares a leader's result in its host, while it is not submitted yet.
         round: collectives that the running program has requested.
         rounds: collectives of the last program that has ended.
         since: the reducer's step count when the bucket was added.
-        held: slots of frozen layers; `waiting` has their part of the state, by its path.
+        frozen_slots: slots of frozen layers.
+        frozen_state: their part of the state, by its path, while they are excluded from a step.
         leader: the local rank, on its host, that compresses; see `runtime.hierarchy`.
         references: our own reference count of the memory of `flat`.
         scaled: gradients stay in the units of the loss scaler: they are summed in half precision,
@@ -49,11 +50,11 @@ class Bucket:
     flat: torch.Tensor
     moment: torch.Tensor | None
     state: State
-    before: State = None
+    snapshot_state: State = None
     views: list[torch.Tensor] = field(init=False)
     moment_views: list[torch.Tensor] = field(init=False)
     absent: set[int] = field(init=False)
-    taken: set[int] = field(default_factory=set)
+    copied: set[int] = field(default_factory=set)
     runner: ProgramRunner | None = None
     sent: PendingCollective | None = None
     outcome: Inside | None = None
@@ -62,9 +63,9 @@ class Bucket:
     result: torch.Tensor | None = None
     streams: set[Any] = field(default_factory=set)
     since: int = 0
-    held: set[int] = field(default_factory=set)
+    frozen_slots: set[int] = field(default_factory=set)
     references: float = math.nan
-    waiting: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    frozen_state: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     leader: int = 0
     scaled: bool = False
 
@@ -96,7 +97,7 @@ class Bucket:
 
     def release(self) -> None:
         """Release the memory of `flat`; its views are valid again after `allocate`."""
-        self.taken.clear()
+        self.copied.clear()
         storage = self.flat.untyped_storage()
         if storage.nbytes() == self.flat.nbytes:
             storage.resize_(0)
@@ -128,10 +129,11 @@ class Bucket:
         """
         return _references(self.flat) <= self.references
 
-    def finish(self, result: torch.Tensor, state: State) -> None:
-        """End the program; if its state has kept the memory of `flat`, the result becomes `flat`.
+    def set_result(self, result: torch.Tensor, state: State) -> None:
+        """End the program, with its result and new state.
 
-        The reference count stays what it was: as many views of another tensor.
+        If the state has taken over the memory of `flat`, the result becomes the new `flat`; the
+        number of views, and so the reference count, is unchanged.
         """
         self.result, self.state = result, state
         self.runner, self.rounds, self.round = None, self.round, 0
@@ -148,23 +150,31 @@ class Bucket:
         start, layout = self.layout.offsets[slot], self.layout
         return flat[start : start + layout.sizes[slot]].view(layout.shapes[slot])
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Abort the running program."""
         self.runner = self.outcome = None
         self.round = 0  # keep `sent` alive: Horovod's thread may still use it
 
-    def keep_before(self) -> None:
-        """Keep the current state for rollback, unmodified until `end`."""
-        self.before = self.state
-        self.ops.keep(x for _, x in leaves(self.state))
+    def snapshot(self) -> None:
+        """Keep the current state for rollback, unmodified until `commit` or `rollback`."""
+        self.snapshot_state = self.state
+        self.ops.snapshot(x for _, x in leaves(self.state))
 
-    def end(self, undo: bool) -> None:
-        """Commit or roll back the state since `keep_before`; a rollback is bit-exact."""
-        before, self.before = self.before, None
-        if before is None:
-            return
-        self.state = before if undo else self.state
-        self.ops.let_go([x for _, x in leaves(before)], [x for _, x in leaves(self.state)])
+    def commit(self) -> None:
+        """Keep the state that the exchange has made; a no-op without a snapshot."""
+        self._release_snapshot()
+
+    def rollback(self) -> None:
+        """Restore the state of the snapshot, bit-exactly; a no-op without one."""
+        if self.snapshot_state is not None:
+            self.state = self.snapshot_state
+        self._release_snapshot()
+
+    def _release_snapshot(self) -> None:
+        snapshot, self.snapshot_state = self.snapshot_state, None
+        if snapshot is not None:
+            used = [x for _, x in leaves(self.state)]
+            self.ops.release_snapshot([x for _, x in leaves(snapshot)], used)
 
     def joined(self, pieces: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return a bucket's vector from its layers by name; the inverse of `cut`."""
@@ -179,42 +189,42 @@ class Bucket:
         They send zeros, with zeros as their state; a bucket without other layers does not start.
         When a layer returns, the compressor retrains, because it has learned without that layer.
         """
-        if self.held - slots:
+        if self.frozen_slots - slots:
             self.state = self.compressor.retrained(self.ops, self.state, step)
-        self.held = slots
+        self.frozen_slots = slots
         if not slots or len(slots) == len(self.parameters):
             return
         self.absent -= slots
         with torch.no_grad():
             for vector in (self.flat, self.moment):
                 if vector is not None:
-                    for piece in self._held_in(vector):
+                    for piece in self._frozen_views(vector):
                         piece.zero_()
             for path, vector in self._vectors(self.state):
-                pieces = self._held_in(vector)
-                self.waiting[path] = [piece.clone() for piece in pieces]
+                pieces = self._frozen_views(vector)
+                self.frozen_state[path] = [piece.clone() for piece in pieces]
                 for piece in pieces:
                     piece.zero_()
 
     def restore_frozen(self) -> None:
         """Restore the state of excluded layers, in the current state and its rollback copy."""
-        if not self.waiting:
+        if not self.frozen_state:
             return
         with torch.no_grad():
-            for state in (self.state, self.before):
+            for state in (self.state, self.snapshot_state):
                 for path, vector in () if state is None else self._vectors(state):
-                    for piece, value in zip(self._held_in(vector), self.waiting[path]):
+                    for piece, value in zip(self._frozen_views(vector), self.frozen_state[path]):
                         piece.copy_(value)
-        self.waiting.clear()
+        self.frozen_state.clear()
 
     def _vectors(self, state: State) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors of a state that have one entry for each element of the bucket."""
         shape = (self.layout.size,)
         return [(path, x) for path, x in leaves(state) if tuple(x.shape) == shape]
 
-    def _held_in(self, vector: torch.Tensor) -> list[torch.Tensor]:
+    def _frozen_views(self, vector: torch.Tensor) -> list[torch.Tensor]:
         cut = self.cut(vector)
-        return [cut[slot] for slot in sorted(self.held)]
+        return [cut[slot] for slot in sorted(self.frozen_slots)]
 
 
 def as_real(x: torch.Tensor) -> torch.Tensor:

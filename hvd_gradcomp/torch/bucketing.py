@@ -149,8 +149,8 @@ class BucketPlanner:
         by_name = dict(named_parameters)
         devices = [p.device for _, p in named_parameters]
         ops_by_device = {device: TorchOps(device) for device in devices}
-        there = {title for bucket in placed for title in bucket.layout.names}
-        left_out = [at for at, layer in enumerate(self.used) if layer[0] in there]
+        placed_names = {title for bucket in placed for title in bucket.layout.names}
+        left_out = [at for at, layer in enumerate(self.used) if layer[0] in placed_names]
         target, ranks = self._bucket_bytes or BUCKET_BYTES, self._ranks
         plan = assignment.plan(self.compressor, self.used, target, devices, left_out, ranks)
         # If layers may change buckets, once their order is known, slot 0 leads all of them.
@@ -357,12 +357,12 @@ def layers_of(named_parameters: Named, owners: Named | None = None) -> list[Laye
 
 def _kernels(parameters: Sequence[torch.nn.Parameter]) -> dict[int, bool]:
     """Return, by id, True for parameters of convolutions; omit those of unknown modules."""
-    found: dict[int, bool] = {}
+    kernels: dict[int, bool] = {}
     for module, p in owners_of(parameters):
         known = convolving(type(module))
         if known is not None:
-            found[id(p)] = known or found.get(id(p), False)
-    return found
+            kernels[id(p)] = known or kernels.get(id(p), False)
+    return kernels
 
 
 def _require_data(named_parameters: Named) -> None:

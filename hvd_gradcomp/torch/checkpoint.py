@@ -5,180 +5,57 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.torch as horovod
 import torch
 
 from hvd_gradcomp.checkpoint import files as checkpoint_files
-from hvd_gradcomp.checkpoint import schema
 from hvd_gradcomp.checkpoint.files import Ranks, Takeover
+from hvd_gradcomp.checkpoint.reducer_state import Kind
 from hvd_gradcomp.checkpoint.schema import CheckpointError
-from hvd_gradcomp.core.compressor import State, is_replicated, leaves
-from hvd_gradcomp.torch import safetensors_file
-from hvd_gradcomp.torch.bucket import Bucket
-from hvd_gradcomp.torch.bucketing import Plan
+from hvd_gradcomp.torch import reducer_state, safetensors_file
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.comm.horovod import gather_objects
 from hvd_gradcomp.torch.grad_synchronizer import synchronizer_of
 from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
-from hvd_gradcomp.torch.reducer import LOGGER, Reducer, wait_for_copies
+from hvd_gradcomp.torch.reducer import Reducer
+from hvd_gradcomp.torch.reducer_state import Snapshot
 from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer
 
 
 def save(reducer: Reducer, mode: str = "sharded") -> dict[str, Any]:
     """Return the exchange's state: this rank's, or if "consolidated", of all; then all call it."""
     checkpoint_files.check_mode(mode)
-    wait_for_copies(reducer.buckets)
-    planner, participants, traffic = reducer.planner, reducer.participants, reducer.traffic
-    process_set = participants.process_set
-    names = list(traffic.gathered)
-    if mode == "consolidated":
-        names = [name for name, _, _ in planner.layers]  # of as many on all ranks
-    gathered = [traffic.gathered.get(name, 0) for name in names]
-    counters = torch.tensor([*gathered, *traffic.counters], device="cpu")
-    if mode == "consolidated":
-        counters = _summed(f"{planner.name}.counters", counters, process_set)
-    saved = schema.describe(planner.compressor, [x.layout for x in reducer.buckets], reducer.steps)
-    for entry, bucket in zip(saved["buckets"], reducer.buckets):
-        entry["state"] = _state(reducer, bucket, mode)
-    return {
-        **saved,
-        "mode": mode,
-        "rank": process_set.rank(),
-        "size": process_set.size(),
-        "hosts": participants.place and participants.place.hosts,
-        "order": list(planner.order),
-        "ordered": planner.ordered,
-        "counters": counters[len(names) :].tolist(),
-        "gathered": dict(zip(names, counters.tolist())),
-    }
+    return reducer_state.save(reducer, _Collectives() if mode == "consolidated" else None)
 
 
-def _state(reducer: Reducer, bucket: Bucket, mode: str) -> dict[str, torch.Tensor]:
-    """Return a bucket's tensors by path: this rank's, or consolidated over all ranks."""
-    state, one = {}, bucket.compressor
-    for path, x in leaves(bucket.state):
-        if mode == "sharded" or is_replicated(one, path):
-            state[path] = x.detach().clone()
-            continue
-        owner = one.owner(path, reducer.steps)
-        if owner not in (None, reducer.participants.rank_and_size[0]):
-            x = torch.zeros_like(x)
-        state[path] = _summed(f"{bucket.name}.{path}", x, reducer.participants.among(None))
-    place = reducer.participants.place
-    if mode == "consolidated" and place is not None and place.slots > 1:
-        state = _of_leader(reducer, bucket, state)
-    return state
+class _Collectives:
+    """Horovod's collectives; see `checkpoint.reducer_state.Collectives`."""
 
+    def total(self, x: torch.Tensor, counts: bool, name: str, group: Any) -> torch.Tensor:
+        x = x if counts else torch.zeros_like(x)
+        wide = x.double() if x.is_floating_point() else x.clone()
+        total = comm_horovod.allreduce(wide.reshape(-1), name, group).wait()
+        return total.view(x.shape).to(x.dtype)
 
-def _of_leader(
-    reducer: Reducer, bucket: Bucket, state: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Broadcast a bucket's state from its leader to all ranks of the host."""
-    name, inside = f"{bucket.name}.consolidated", reducer.participants.groups.inside
-    mine = {path: (list(x.shape), str(x.dtype).partition(".")[2]) for path, x in state.items()}
-    kinds = gather_objects(mine, dict[str, tuple[list[int], str]], name, inside)[bucket.leader]
-    given = {}
-    for path, (shape, dtype) in kinds.items():
-        x = torch.zeros(shape, dtype=getattr(torch, dtype), device=bucket.flat.device)
-        if reducer.leads(bucket):
-            x = state[path].contiguous()
-        root = (inside.ranks or range(inside.size()))[bucket.leader]
-        data = x.reshape(-1).view(torch.uint8)
-        data = comm_horovod.broadcast(data, root, f"{name}.{path}", inside).wait()
-        given[path] = data.view(x.dtype).view(shape)
-    return given
+    def kind(self, x: torch.Tensor) -> Kind:
+        return list(x.shape), str(x.dtype).partition(".")[2]
 
+    def gather_kinds(self, kinds: dict[str, Kind], name: str, group: Any) -> list[dict[str, Kind]]:
+        return gather_objects(kinds, dict[str, tuple[list[int], str]], name, group)
 
-def _summed(name: str, x: torch.Tensor, process_set: Any) -> torch.Tensor:
-    """Return the sum over ranks, accumulated in double precision."""
-    wide = x.double() if x.is_floating_point() else x.clone()
-    total = comm_horovod.allreduce(wide.reshape(-1), f"{name}.consolidated", process_set).wait()
-    return total.view(x.shape).to(x.dtype)
-
-
-def load(reducer: Reducer, saved: dict[str, Any]) -> None:
-    """Load a saved state.
-
-    From a sharded state of another rank (rank 0's, broadcast to all) only the replicated fields are
-    loaded: a broadcast residual would be applied once per rank. This rank keeps its own. Of a
-    consolidated state each rank takes its share.
-
-    Raises:
-        CheckpointError: the state is of another format, compressor, model or number of ranks.
-    """
-    planner, participants = reducer.planner, reducer.participants
-    process_set, place = participants.process_set, participants.place
-    if isinstance(saved, dict) and saved.get("ordered") and saved["order"]:
-        planner.reorder(saved["order"])
-    layouts = [bucket.layout for bucket in reducer.buckets]
-    schema.check_exchange(saved, planner.compressor, layouts)
-    rank, size = process_set.rank(), process_set.size()
-    sharded, hosts = saved["mode"] == "sharded", saved["hosts"]
-    if sharded:
-        schema.check_hosts(hosts, place and place.hosts)
-        if saved["size"] != size:
-            raise CheckpointError(schema.other_size(saved["size"], size))
-    if sharded and saved["rank"] != rank:
-        LOGGER.warning(
-            "the optimizer's state was saved by rank %d: what it had kept back is not taken on "
-            "rank %d. hvd.save_checkpoint saves what belongs to each rank",
-            saved["rank"],
-            rank,
-        )
-    else:
-        shares = 1 if sharded else saved["size"]  # each rank goes on from the mean
-        reducer.traffic.totals = (
-            [count // shares for count in saved["counters"]],
-            {name: count // shares for name, count in saved["gathered"].items()},
-        )
-    size = participants.rank_and_size[1]
-    # An owner is a rank among those that exchange: with hosts, another's state has none.
-    saver = saved["rank"] if saved["rank"] == rank or not hosts else -1
-    origin = schema.Origin(saved["steps"], saved["mode"], saver, hosts or saved["size"])
-    for bucket, entry in zip(reducer.buckets, saved["buckets"]):
-        compressor, start = bucket.compressor, {}
-        if compressor.reset_on_merge:
-            start = dict(leaves(compressor.start(bucket.ops, bucket.layout, size)))
-        stored = {
-            path: entry["state"][path].to(x.device, copy=True)
-            for path, x in leaves(bucket.state)
-            if path in entry["state"]
-        }
-        bucket.state = schema.restore(
-            compressor, bucket.ops, bucket.state, stored, start, origin, rank, size
-        )
-    reducer.steps = saved["steps"]
-    if not planner.ordered:
-        planner.order = list(saved["order"])
+    def broadcast(
+        self, x: torch.Tensor | None, kind: Kind, root: int, name: str, group: Any
+    ) -> torch.Tensor:
+        shape, dtype = kind
+        x = torch.zeros(shape, dtype=getattr(torch, dtype)) if x is None else x.contiguous()
+        data = comm_horovod.broadcast(x.reshape(-1).view(torch.uint8), root, name, group).wait()
+        return data.view(x.dtype).view(shape)
 
 
 # -- the way back --------------------------------------------------------------------------------
-
-
-class Snapshot(NamedTuple):
-    """Whole state of a reducer on one rank, by reference; copy `states` to keep it for long."""
-
-    steps: int
-    totals: tuple[list[int], dict[str, int]]
-    plan: Plan
-    states: list[State]
-
-
-def snapshot(reducer: Reducer) -> Snapshot:
-    """Return the reducer's state for `restore`."""
-    states = [bucket.state for bucket in reducer.buckets]
-    return Snapshot(reducer.steps, reducer.traffic.totals, reducer.planner.plan, states)
-
-
-def restore(reducer: Reducer, kept: Snapshot) -> None:
-    """Restore a reducer from a snapshot; no exchange may be in flight."""
-    reducer.steps, reducer.traffic.totals = kept.steps, kept.totals
-    reducer.planner.plan = kept.plan
-    for bucket, state in zip(reducer.buckets, kept.states):
-        bucket.state = state
 
 
 def make_rollback(item: Any) -> Callable[[], None]:
@@ -191,36 +68,36 @@ def make_rollback(item: Any) -> Callable[[], None]:
         return _rollback_of_optimizer(item)
     kept, known = copy.deepcopy(item.state_dict()), set(getattr(item, "__dict__", ()))
 
-    def undo() -> None:
+    def rollback() -> None:
         item.load_state_dict(kept)
         for name in set(getattr(item, "__dict__", ())) - known:  # of another kind of scheduler, say
             delattr(item, name)
 
-    return undo
+    return rollback
 
 
 def _rollback_of_optimizer(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """Save by reference: loading makes new tensors, and `load_state_dict` would cast old ones."""
     synchronizer = synchronizer_of(optimizer)
     reducer = None if synchronizer is None else synchronizer.reducer
-    kept = None if reducer is None else snapshot(reducer)
+    snapshot = None if reducer is None else Snapshot.of(reducer)
     state = optimizer.state
-    held = {p: dict(x) if isinstance(x, dict) else x for p, x in state.items()}
+    saved = {p: dict(x) if isinstance(x, dict) else x for p, x in state.items()}
     groups, options = optimizer.param_groups, [dict(group) for group in optimizer.param_groups]
     members = list(groups)
 
-    def undo() -> None:
-        if reducer is not None and kept is not None:
-            restore(reducer, kept)
+    def rollback() -> None:
+        if reducer is not None and snapshot is not None:
+            snapshot.restore(reducer)
         state.clear()
-        state.update(held)
+        state.update(saved)
         for group, values in zip(members, options):
             group.clear()
             group.update(values)
         groups[:] = members
         optimizer.state, optimizer.param_groups = state, groups
 
-    return undo
+    return rollback
 
 
 # -- checkpoints of all ranks ----------------------------------------------------------------------
@@ -261,27 +138,27 @@ def save_checkpoint(
     """
     ranks = _ranks(process_set)
     checkpoint_files.agree_on(mode, objects, ranks)
-    own: dict[str, Any] = {}
+    per_rank: dict[str, Any] = {}
     shared: dict[str, Any] = {}
     for name, item in objects.items():
         if isinstance(item, LocalStepsOptimizer):  # between exchanges all of it is a rank's own
             state = item.state_dict(mode)
             shared[name] = state if mode == "consolidated" else {}
             if mode == "sharded":
-                own[name] = state
+                per_rank[name] = state
             continue
         if synchronizer_of(item) is None and not isinstance(item, WrappedOptimizer):
             shared[name] = item.state_dict() if hasattr(item, "state_dict") else item
             continue
         shared[name] = item.state_dict(mode=mode)
         if mode == "sharded":
-            own[name] = shared[name].pop("gradcomp")
+            per_rank[name] = shared[name].pop("gradcomp")
     whole = {"mode": mode, "size": ranks.size, "objects": shared}
     checkpoint_files.write(
         folder,
         ranks,
         lambda: safetensors_file.packed(whole),
-        (lambda: safetensors_file.packed(own)) if mode == "sharded" else None,
+        (lambda: safetensors_file.packed(per_rank)) if mode == "sharded" else None,
     )
 
 
@@ -311,7 +188,7 @@ def load_checkpoint(
             or it is of another model, compressor or number of ranks.
     """
 
-    def prepare(whole: dict[str, Any], own: dict[str, Any] | None) -> Takeover:
+    def prepare(whole: dict[str, Any], per_rank: dict[str, Any] | None) -> Takeover:
         saved = dict(whole["objects"])
         missing = [name for name in objects if name not in saved]
         if missing:
@@ -321,8 +198,9 @@ def load_checkpoint(
         states = {name: saved.pop(name) for name in objects}
         for name, item in objects.items():
             local = isinstance(item, LocalStepsOptimizer)
-            if own is not None and name in own:
-                states[name] = own[name] if local else {**states[name], "gradcomp": own[name]}
+            if per_rank is not None and name in per_rank:
+                state = per_rank[name]
+                states[name] = state if local else {**states[name], "gradcomp": state}
             synchronizer = synchronizer_of(item)
             if synchronizer is not None:
                 # As loading does; a rollback leaves out what joins here.
@@ -358,8 +236,8 @@ def _ranks(process_set: Any) -> Ranks:
         return gather_objects(item, kind, name, process_set)
 
     def broadcast(data: bytes) -> bytes:
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        given = comm_horovod.broadcast(mine, root, f"{name}.data", process_set).wait()
-        return given.numpy().tobytes()
+        x = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        received = comm_horovod.broadcast(x, root, f"{name}.data", process_set).wait()
+        return received.numpy().tobytes()
 
     return Ranks(process_set.rank(), process_set.size(), gather, broadcast)

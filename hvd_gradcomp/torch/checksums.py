@@ -21,23 +21,23 @@ def check(reducer: Reducer) -> None:
     for bucket in reducer.buckets:
         parameters.update(zip(bucket.layout.names, bucket.parameters))
     names = [name for name, _, _ in reducer.planner.layers]
-    held = [(f"parameter {name}", parameters[name].detach()) for name in names]
-    held += [(f"parameter {name}", p.detach()) for name, p in reducer.beside]
+    tensors = [(f"parameter {name}", parameters[name].detach()) for name in names]
+    tensors += [(f"parameter {name}", p.detach()) for name, p in reducer.beside]
     for place, bucket in enumerate(reducer.buckets):
-        held += verify.replicated(place, bucket.compressor, bucket.layout, bucket.state)
-    if not held:
+        tensors += verify.replicated(place, bucket.compressor, bucket.layout, bucket.state)
+    if not tensors:
         return  # nothing trains, on any rank
-    device = held[0][1].device
+    device = tensors[0][1].device
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # copies of state to the host may be pending
-    mine = torch.stack([_digest(x).to(device) for _, x in held])
+    row = torch.stack([_digest(x).to(device) for _, x in tensors])
     process_set = reducer.participants.process_set
-    names = [name for name, _ in held]
+    names = [name for name, _ in tensors]
     if reducer.participants.place is None:
-        digests = reducer.transport.gather_rows(mine.cpu()).tolist()
+        digests = reducer.transport.gather_rows(row.cpu()).tolist()
     else:  # a rank has only the state of buckets that it leads
-        own = dict(zip(names, mine.tolist()))
-        everybody = reducer.transport.gather_objects(own, dict[str, int], "verify")
+        by_name = dict(zip(names, row.tolist()))
+        everybody = reducer.transport.gather_objects(by_name, dict[str, int], "verify")
         names = list(dict.fromkeys(name for one in everybody for name in one))
         digests = [[one.get(name) for name in names] for one in everybody]
     ranks = process_set.ranks or range(process_set.size())

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,28 +34,28 @@ from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.program_runner import Participants
-from hvd_gradcomp.torch import ddp_checkpoint, inspection, setup_check
-from hvd_gradcomp.torch.autograd_callbacks import after_backward, backward_id
-from hvd_gradcomp.torch.bucket import Named, as_real
+from hvd_gradcomp.torch import inspection
+from hvd_gradcomp.torch.bucket import Named
 from hvd_gradcomp.torch.bucketing import BucketPlanner, layers_of
 from hvd_gradcomp.torch.claims import Claim
-from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, out_of_step, sparse_allreduce
+from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, sparse_allreduce
 from hvd_gradcomp.torch.comm.hosts import participants_among, setting_of
 from hvd_gradcomp.torch.ddp_elastic import Elastic, ElasticState
+from hvd_gradcomp.torch.ddp_hook import DDPExchange
 from hvd_gradcomp.torch.ddp_reduction import comm_hook_of, models_of, reduced_parameters
+from hvd_gradcomp.torch.hook_compression import HookCompression, SetUp
 from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
 from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.moments.tracker import track_moments
-from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor, take_over_momentum
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.probing import Probe
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.rendezvous import RendezvousError
 from hvd_gradcomp.torch.sparse_grads import SparseGradients
 from hvd_gradcomp.torch.stats_writer import StatsWriter
-from hvd_gradcomp.torch.step_sync import OutOfStepError
 from hvd_gradcomp.torch.wrapped_c10d import LocalSteps, MomentumExchange
 
 if TYPE_CHECKING:
@@ -132,8 +130,8 @@ def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
     if not isinstance(state, CompressionState):
         # DDP's Python reducer hands out a gradient and its parameter; the state refuses its model.
         parameter = bucket[1] if isinstance(bucket, tuple) else bucket.parameters()[0]
-        state = _made_for(state, parameter)
-    return state.take_in(bucket)
+        state = _state_for(state, parameter)
+    return state.reduce(bucket)
 
 
 def state_of(model: DistributedDataParallel) -> CompressionState:
@@ -142,18 +140,18 @@ def state_of(model: DistributedDataParallel) -> CompressionState:
     Raises:
         TypeError: nothing compresses them, as in a copy of a model.
     """
-    found = _states.get(model) if isinstance(model, DistributedDataParallel) else None
-    if found is None:
+    state = _states.get(model) if isinstance(model, DistributedDataParallel) else None
+    if state is None:
         raise TypeError(
             f"nothing compresses the gradients of this {type(model).__name__}: call "
             "ddp.compress(model, ...) on what DistributedDataParallel(...) returns. A copy of a "
             "model has no hook. A compressor that was given as the state of ddp.hook begins with "
             "the first backward, if DistributedDataParallel was given the hook at all"
         )
-    return found
+    return state
 
 
-def _made_for(given: Any, parameter: torch.nn.Parameter) -> CompressionState:
+def _state_for(compression: Any, parameter: torch.nn.Parameter) -> CompressionState:
     """Return the state of the parameter's model; make it if the hook was given a compressor."""
     model = _models.get(parameter, lambda: None)()
     if model is None:
@@ -161,11 +159,11 @@ def _made_for(given: Any, parameter: torch.nn.Parameter) -> CompressionState:
         if len(models) != 1:
             raise ValueError(
                 f"{len(models)} models of DistributedDataParallel have the parameter whose "
-                f"gradient came, so it cannot be told which one {given} is for: call "
+                f"gradient came, so it cannot be told which one {compression} is for: call "
                 "ddp.compress(model, compressor) instead of giving ddp.hook a compressor"
             )
         (model,) = models
-        CompressionState(model, _Given(given))._belongs_to(model)
+        CompressionState(model, _DeferredCompressor(compression))._belongs_to(model)
         for p in model.parameters():
             _models[p] = weakref.ref(model)
     return _states[model]
@@ -191,7 +189,7 @@ class _NoState:
         )
 
 
-class CompressionState:
+class CompressionState(HookCompression):
     """Compression of one model's gradients, and its state from step to step.
 
     All ranks of the process group make it, before the first forward. Layers that do not require a
@@ -235,6 +233,8 @@ class CompressionState:
         MismatchError: on all ranks, if they do not train the same model in the same way.
     """
 
+    _no_snapshot = "call it once, after backward(), and make ddp.compress without rollback=False"
+
     @outside_inference()
     def __init__(
         self,
@@ -271,44 +271,39 @@ class CompressionState:
         reduced = reduced_parameters(model)
         named = [(name, p) for name, p in reduced if p not in tables]
         beside = [(name, p) for name, p in reduced if p in tables]
-        self._claim = Claim("ddp.compress", [p for _, p in reduced], self._group, by_hook=True)
-        compressor: Any = compression
-        own: tuple[float, bool] | None = None
-        refused: Exception | None = None  # by this rank; the others must hear of it
-        try:
+        claim = Claim("ddp.compress", [p for _, p in reduced], self._group, by_hook=True)
+
+        def make_reducer(set_up: SetUp) -> Reducer:
             participants = participants_among(self._group, hierarchical)  # all ranks meet in it
             _require_buckets(model)
-            if not isinstance(compression, _Given):  # that comes with a hook
+            deferred = isinstance(compression, _DeferredCompressor)
+            if not deferred:  # otherwise the hook has made this state
                 _require_no_hook(model)
             options = ExchangeOptions(
                 backward_passes_per_step, batch_size, bucket_bytes, nonfinite, rollback, scaler
             ).for_hook()
-            if isinstance(compression, _Given):
-                compression = compression.compressor()
-            compressor, own = resolve_compressor(compression, optimizer)
-            self._run = self._make_reducer(
+            compressor = set_up.resolve(
+                compression.compressor() if deferred else compression, optimizer
+            )
+            reducer = self._make_reducer(
                 named, beside, compressor, participants, options, release_buckets
             )
-            self._claim.take()
-        except (TypeError, ValueError) as error:
-            refused = error
+            set_up.layouts = [bucket.layout for bucket in reducer.buckets]
+            return reducer
+
         settings = (
             f"{backward_passes_per_step=}, {bucket_bytes=}, {nonfinite=}, {rollback=}, "
             f"hierarchical={setting_of(hierarchical)}, {sparse_as_dense=}"
         )
-        layouts = [] if refused else [bucket.layout for bucket in self._run.buckets]
-        how = layers_of(named), compressor, layouts, settings
-        setup_check.agree(self._group, self._transport, *how, refused, self._claim)
-        if own is not None:
-            assert optimizer is not None
-            take_over_momentum(optimizer, MomentumTransfer(optimizer, *own), self._run)
-        self._exchange = HookExchange(
-            self._run,
+        set_up = SetUp(compression, claim, layers_of(named))
+        self._set_up(set_up, make_reducer, optimizer, self._group, self._transport, settings)
+        self._exchange = DDPExchange(
+            self.reducer,
             model,
             self._group,
             self._transport,
             SparseGradients(
-                self._run,
+                self.reducer,
                 sparse_allreduce,
                 average=True,
                 as_dense=as_dense,
@@ -317,8 +312,7 @@ class CompressionState:
             {p: name for name, p in (*named, *beside)},
             releases=release_buckets,
         )
-        self._said_unsaved = False
-        inspection.know(self, self._run)
+        self._warned_unsaved = False
         if model not in _states:
             self._belongs_to(model)
 
@@ -354,7 +348,7 @@ class CompressionState:
     def _belongs_to(self, model: DistributedDataParallel) -> None:
         """Register this state as that of the model."""
         _states[model] = self
-        inspection.know(model, self._run)
+        inspection.know(model, self.reducer)
 
     def __deepcopy__(self, known: dict[int, Any]) -> Any:
         """Return a placeholder: a copied model has no hook that would use a state."""
@@ -363,71 +357,20 @@ class CompressionState:
 
     def __reduce__(self) -> Any:
         """Pickle as a placeholder, alone or with a model; warn once."""
-        if not self._said_unsaved and any(True for b in self._run.buckets for _ in leaves(b.state)):
-            self._said_unsaved = True
+        if not self._warned_unsaved and any(
+            True for b in self.reducer.buckets for _ in leaves(b.state)
+        ):
+            self._warned_unsaved = True
             LOGGER.warning(
                 "what a compressor keeps is not saved with its model, or with its state as an "
                 "object: save state.state_dict(), each rank its own, to go on from there. It is %s",
-                self._run.planner.compressor,
+                self.reducer.planner.compressor,
             )
         return _NoState, ()
 
-    # -- what it keeps, and what it has done ---------------------------------------------------
-
-    def take_in(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Take the gradients of one DDP bucket; see `HookExchange.take_in`."""
-        return self._exchange.take_in(bucket)
-
-    @property
-    def steps(self) -> int:
-        """Return the number of exchanges so far."""
-        return self._run.steps
-
-    def stats(self) -> CompressionStats:
-        """Return the measured traffic of this rank's exchanges so far; see `CompressionStats`.
-
-        The check at the beginning of each step, 16 bytes, is not counted.
-        """
-        return self._run.stats()
-
-    @outside_inference()
-    def discard_step(self) -> None:
-        """Roll back the compressor's state, bit-exactly, to that before the last exchange.
-
-        Skips a step: call it after backward, and `zero_grad()` instead of the optimizer's step, on
-        all ranks; otherwise the next exchange is an OutOfStepError on all. So a bad batch leaves
-        nothing in the residual. The exchange is counted in `stats().skipped`.
-
-        Raises:
-            RuntimeError: nothing was exchanged since the last call, or rollback is False.
-        """
-        run = self._run
-        if not run.discard() and not (run.planner.compressor.is_linear and run.steps):
-            raise RuntimeError(
-                "discard_step() restores the state from before the last exchange: call it once, "
-                "after backward(), and make ddp.compress without rollback=False"
-            )
-
-    @outside_inference()
-    def retrain(self) -> None:
-        """Retrain the compressor, from the next step on; all ranks call it."""
-        self._run.retrain()
-
-    @outside_inference()
-    def state_dict(self) -> dict[str, Any]:
-        """Return the compressor's state of this rank; each rank saves its own."""
-        return ddp_checkpoint.save(self._run)
-
-    @outside_inference()
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Load a state of `state_dict`; on all ranks, between the same two steps.
-
-        From another rank's state, only replicated fields are loaded.
-
-        Raises:
-            CheckpointError: it is of another format, compressor, model or number of ranks.
-        """
-        ddp_checkpoint.load(self._run, saved)
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Exchange the gradients of one DDP bucket; see `DDPExchange.reduce`."""
+        return self._exchange.reduce(bucket)
 
 
 def _require_no_hook(model: DistributedDataParallel) -> None:
@@ -463,22 +406,22 @@ def _require_buckets(model: DistributedDataParallel) -> None:
 
 def _tables(model: DistributedDataParallel) -> set[torch.nn.Parameter]:
     """Return the parameters whose gradients DDP expects to be sparse."""
-    found: dict[torch.nn.Parameter, bool] = {}
+    tables: dict[torch.nn.Parameter, bool] = {}
     for module in model.module.modules():
         table = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
         for p in module.parameters(recurse=False):
-            found.setdefault(p, table)  # DDP looks at the first module that has it
-    return {p for p, is_table in found.items() if is_table}
+            tables.setdefault(p, table)  # DDP looks at the first module that has it
+    return {p for p, is_table in tables.items() if is_table}
 
 
-class _Given:
+class _DeferredCompressor:
     """Value that a hook got in place of a state; known only after the first backward has begun."""
 
-    def __init__(self, given: Any) -> None:
-        self._given = given
+    def __init__(self, value: Any) -> None:
+        self._value = value
 
     def __repr__(self) -> str:
-        return repr(self._given)
+        return repr(self._value)
 
     def compressor(self) -> Any:
         """Return the compressor, if a state can be made of it now.
@@ -487,14 +430,14 @@ class _Given:
             TypeError: it is no compressor.
             ValueError: the compressor has to see the backward from its beginning.
         """
-        given = self._given
-        makes = isinstance(given, type) and issubclass(given, Compressor)
-        if not makes and not isinstance(given, Compressor):
+        value = self._value
+        makes = isinstance(value, type) and issubclass(value, Compressor)
+        if not makes and not isinstance(value, Compressor):
             raise TypeError(
                 "ddp.hook takes as its state a compressor of hvd_gradcomp, such as "
-                f"QSGDCompressor(), or a CompressionState, got {given!r}"
+                f"QSGDCompressor(), or a CompressionState, got {value!r}"
             )
-        compressor = given() if makes else given
+        compressor = value() if makes else value
         if compressor.needs_execution_order:
             raise ValueError(
                 "the compressor needs the order in which backward comes by the layers, and the "
@@ -502,332 +445,3 @@ class _Given:
                 f"of giving ddp.hook a compressor. It is {compressor}"
             )
         return compressor
-
-
-# Parameter, its reduced gradient, its `grad` before the end of backward, and the version of that.
-BeforeDelivery = tuple[torch.nn.Parameter, torch.Tensor, Optional[torch.Tensor], int]
-
-
-class DDPBucket(NamedTuple):
-    """Bucket that a hook was called with.
-
-    Attributes:
-        future: gets the reduced bucket.
-        buffer: the gradients, flat; or a sparse one.
-        pairs: each parameter with its gradient, a view of the buffer.
-    """
-
-    future: Any
-    buffer: torch.Tensor
-    pairs: list[tuple[torch.nn.Parameter, torch.Tensor]]
-
-    @classmethod
-    def of(cls, bucket: dist.GradBucket) -> DDPBucket:
-        """Return the bucket of a hook's call."""
-        buffer = bucket.buffer()
-        future: Any = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
-        return cls(future, buffer, _gradients(bucket))
-
-    def before(self) -> list[BeforeDelivery]:
-        """Return each dense gradient with what its parameter has before the end of backward."""
-        dense = [(p, gradient) for p, gradient in self.pairs if not gradient.is_sparse]
-        return [(p, gradient, p.grad, _version(p.grad)) for p, gradient in dense]
-
-    def release(self) -> None:
-        """Release the memory until `allocate`, and every `p.grad` that lies in it."""
-        if self.buffer.is_sparse:
-            return
-        buffer, storage = self.buffer, self.buffer.untyped_storage()
-        if storage.nbytes() != buffer.nbytes:
-            return
-        if buffer.is_cuda:
-            buffer.record_stream(torch.cuda.current_stream(buffer.device))
-        for p, _ in self.pairs:
-            if p.grad is not None and p.grad.untyped_storage().data_ptr() == storage.data_ptr():
-                p.grad = None  # DDP sets it when it has the reduced gradient
-        storage.resize_(0)
-
-    def allocate(self) -> None:
-        """Allocate the memory if it was released."""
-        if not self.buffer.is_sparse and not self.buffer.untyped_storage().nbytes():
-            self.buffer.untyped_storage().resize_(self.buffer.nbytes)
-
-    def fill(self, value: float) -> None:
-        """Set all gradients to a value."""
-        (self.buffer._values() if self.buffer.is_sparse else self.buffer).fill_(value)
-
-
-def _gradients(bucket: dist.GradBucket) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Return each parameter of a DDP bucket with its gradient, a view of the bucket.
-
-    The bucket has complex gradients as real ones of shape [..., 2]; `gradients()` ignores that.
-    """
-    buffer, parameters = bucket.buffer(), bucket.parameters()
-    if buffer.is_sparse:  # of one parameter, and `gradients()` has none
-        return [(parameters[0], buffer)]
-    if not any(p.is_complex() for p in parameters):
-        return list(zip(parameters, bucket.gradients()))
-    pairs, start = [], buffer.storage_offset()
-    for p in parameters:
-        real = as_real(p.detach())
-        view = buffer.as_strided(real.shape, real.stride(), start)
-        pairs.append((p, torch.view_as_complex(view) if p.is_complex() else view))
-        start += real.numel()
-    return pairs
-
-
-@torch.no_grad()
-def deliver(before: Sequence[BeforeDelivery]) -> None:
-    """Set the reduced gradients of layers that no rank has used, which DDP does not.
-
-    So residuals of such layers are applied. Without one, such a layer has no gradient, as in DDP.
-
-    Args:
-        before: of each bucket.
-    """
-    for p, reduced, gradient, version in before:
-        if p.grad is not gradient or _version(p.grad) != version or not reduced.any():
-            continue
-        if gradient is None:
-            p.grad = reduced.clone(memory_format=torch.preserve_format)
-        else:
-            gradient.copy_(reduced)
-
-
-def _version(gradient: torch.Tensor | None) -> int:
-    return -1 if gradient is None else gradient._version
-
-
-class GatheredRows:
-    """Rows of sparse gradients that have no bucket, in one step.
-
-    Args:
-        sparse: gathers them.
-    """
-
-    def __init__(self, sparse: SparseGradients) -> None:
-        self._sparse = sparse
-        self._pending: dict[torch.nn.Parameter, Callable[[], torch.Tensor]] = {}
-        self._rows: dict[torch.nn.Parameter, torch.Tensor] = {}
-
-    def gather(self, p: torch.nn.Parameter, name: str, rows: torch.Tensor) -> None:
-        """Start to gather the rows of a parameter."""
-        self._pending[p] = self._sparse.gather(name, rows)
-
-    def wait(self) -> list[torch.nn.Parameter]:
-        """Wait for the rows of all ranks; return the parameters for which they are not finite."""
-        self._rows = {p: wait().coalesce() for p, wait in self._pending.items()}
-        self._pending.clear()
-        return [p for p, rows in self._rows.items() if not rows.values().isfinite().all()]
-
-    def reduced(self, p: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return the rows of a parameter, if they were gathered."""
-        return self._rows.get(p)
-
-    def clear(self) -> None:
-        """Forget the step."""
-        self._pending.clear()
-        self._rows.clear()
-
-
-class HookExchange:
-    """Exchange of one model's gradients, step by step.
-
-    Args:
-        run: reduces the buckets.
-        model: whose gradients these are; it is not kept alive.
-        group: the ranks.
-        transport: of the reducer.
-        sparse: gathers rows.
-        names: of the parameters.
-        releases: release a bucket of DDP while ours has its gradients.
-    """
-
-    def __init__(
-        self,
-        run: Reducer,
-        model: DistributedDataParallel,
-        group: ProcessGroup,
-        transport: C10dBackend,
-        sparse: SparseGradients,
-        names: Mapping[torch.nn.Parameter, str],
-        *,
-        releases: bool,
-    ) -> None:
-        self._run, self._model, self._group = run, weakref.ref(model), group
-        self._transport, self._sparse, self._names = transport, sparse, names
-        self._releases, self._order_hooks = releases, _watch_order(run.planner)
-        self._rows = GatheredRows(sparse)
-        self._waiting: list[DDPBucket] = []  # in this step
-        self._error: Exception | None = None
-        self._joined, self._taking_part = False, group.size()
-
-    @torch.no_grad()
-    def take_in(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Take the gradients of one DDP bucket; end the exchange with the last one."""
-        waiting = DDPBucket.of(bucket)
-        first = not self._waiting
-        if first:
-            self._joined = backward_id() == -1  # `model.join()` calls the hook where no backward is
-        self._waiting.append(waiting)
-        try:
-            if first:
-                self._begin()
-            if self._error is None:
-                self._give(waiting.pairs)
-                if self._releases:
-                    waiting.release()
-            if bucket.is_last() and self._error is None:
-                self._finish()
-        except Exception as error:
-            self._fail(error)
-        if bucket.is_last():
-            self._hand_out()
-        return waiting.future
-
-    def _begin(self) -> None:
-        """Begin a step, after a check that all ranks begin the same one.
-
-        Raises:
-            OutOfStepError: on all ranks.
-        """
-        if self._group.closed:
-            raise RuntimeError(
-                "the exchange of an earlier step has failed, and what was kept is lost: start all "
-                "ranks again, from a checkpoint"
-            )
-        run, planner = self._run, self._run.planner
-        run.begin_step()
-        step = [run.steps, int(run.undoes), int(self._joined)]
-        said = self._transport.gather_words(step, "the beginning of a step")
-        every = list(said.values())
-        # Who has joined has no loss that a GradScaler could have scaled.
-        words = {(step, undone) for step, undone, joined in every if not joined}
-        if len(words) > 1 or any(step != every[0][0] for step, _, _ in every):
-            raise out_of_step(said)
-        if self._joined:
-            run.follow(any(undone for _, undone in words))
-        self._taking_part = sum(not joined for *_, joined in every)
-        if planner.arrived is not None and run.steps > 0:
-            for handle in self._order_hooks:
-                handle.remove()
-            orders = self._group.gather_objects(planner.order, list[str])
-            planner.reorder(next(filter(None, orders), []))  # who had joined has seen none
-        if not planner.judged:
-            planner.warn_if_unprofitable()
-
-    def _give(self, pairs: Sequence[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
-        run = self._run
-        run.programs.resume_led()
-        earlier = run.programs.running
-        for p, gradient in pairs:
-            name = self._names.get(p)
-            if gradient.is_sparse and name is not None:
-                if p not in run.planner.places:
-                    self._rows.gather(p, name, gradient.coalesce())
-                    continue
-                gradient = self._sparse.as_dense(name, gradient)
-            if p not in run.planner.places:
-                raise ValueError(_fixed_by_ddp(f"one of shape {tuple(p.shape)}"))
-            run.mark_ready(p, gradient)
-        run.programs.resume_earlier(earlier)
-
-    def _finish(self) -> None:
-        """Run all programs to their ends, in the same order on all ranks.
-
-        Raises:
-            NonFiniteGradientError: on all ranks.
-            Exception: an error of one of this rank's programs.
-        """
-        run, planner = self._run, self._run.planner
-        absent = [b.layout.names[slot] for b in run.buckets for slot in sorted(b.absent)]
-        if absent:
-            raise ValueError(_fixed_by_ddp(", ".join(absent)))
-        if planner.arrived is not None and run.steps == 0:
-            planner.fix_order()
-        run.programs.drive()
-        bad = [self._names[p] for p in self._rows.wait()]
-        if bad:  # on all ranks, as all have the same rows
-            what = f"a rank has a NaN or an infinity in the sparse gradient of {', '.join(bad)}"
-            run.programs.errors.append(NonFiniteGradientError(what))
-        run.end_exchange()
-
-    def _hand_out(self) -> None:
-        """Return the reduced gradients to DDP; raise an error only after its backward has ended.
-
-        So the model is not left in the middle of a step.
-        """
-        waiting, self._waiting = self._waiting, []
-        error, self._error = self._error, None
-        model = self._model()
-        factor = 1.0
-        if not getattr(model, "_divide_by_initial_world_size", True):  # the user's, of `join`
-            factor = self._group.size() / max(self._taking_part, 1)
-        for bucket in waiting:
-            bucket.allocate()
-            for p, gradient in bucket.pairs if error is None else ():
-                gradient.copy_(self._reduced_like(gradient, p))
-                if factor != 1.0:
-                    gradient.mul_(factor)
-                self._run.taken(p)
-            if error is not None:
-                bucket.fill(float("nan"))
-            bucket.future.set_result(bucket.buffer)
-        if error is not None:
-            self._run.end_step()
-            self._rows.clear()
-            self._run.sources.forget()
-            self._run.scaling.forget()
-            if self._joined:
-                raise error
-            after_backward(lambda: _raise(error))
-            return
-        self._run.end_step()
-        self._rows.clear()
-        if self._joined or self._run.undone or model is None:
-            return
-        if model.find_unused_parameters or model.static_graph:
-            before = [pair for bucket in waiting for pair in bucket.before()]
-            after_backward(lambda: deliver(before))
-
-    def _reduced_like(self, gradient: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
-        """Return the reduced gradient of a parameter, sparse if DDP's is sparse."""
-        rows = self._rows.reduced(p)
-        if rows is not None:
-            rows = rows.to(gradient.dtype)
-            if self._run.undone:
-                rows.values().fill_(float("nan"))
-            return rows
-        reduced = self._run.reduced_grad(p)
-        return reduced.to(gradient.dtype).to_sparse(1) if gradient.is_sparse else reduced
-
-    def _fail(self, error: Exception) -> None:
-        """Record an error; close the connections unless all ranks have the same error."""
-        self._error = error
-        if not isinstance(error, (NonFiniteGradientError, OutOfStepError)):
-            self._group.hang_up()
-
-
-def _fixed_by_ddp(which: str) -> str:
-    return (
-        "DistributedDataParallel and ddp.compress saw other parameters that require a gradient: "
-        f"{which}. Freeze and thaw layers before DistributedDataParallel(model), and build both "
-        "anew to change them"
-    )
-
-
-def _watch_order(planner: BucketPlanner) -> list[Any]:
-    """Register hooks that record the order of the layers in the first backward."""
-    named = [] if planner.ordered else planner.named_parameters
-    return [p.register_hook(partial(_note, weakref.ref(planner), name)) for name, p in named]
-
-
-@interpreted
-def _note(alive: weakref.ref[BucketPlanner], name: str, _: torch.Tensor) -> None:
-    planner = alive()
-    if planner is not None and planner.arrived is not None:
-        planner.arrived.append(name)
-
-
-def _raise(error: Exception) -> None:
-    raise error

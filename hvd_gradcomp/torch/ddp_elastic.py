@@ -42,7 +42,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.runtime.elastic import Lost
 from hvd_gradcomp.runtime.local_rounds import WARMUP
-from hvd_gradcomp.torch import rank_state
+from hvd_gradcomp.torch import reducer_state
 from hvd_gradcomp.torch.comm.c10d import ProcessGroup
 from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
@@ -152,7 +152,7 @@ class ElasticState:
         self.__dict__.update(objects)
         optimizer.commit_protocol = self
         for reducer in self._reducers:
-            reducer.rollback = True
+            reducer.keeps_snapshots = True
 
     @property
     def lost(self) -> list[Lost]:
@@ -176,7 +176,7 @@ class ElasticState:
         return len(self.optimizer.exchanges[0]) if number == WARMUP else number
 
     def _squares(self) -> float:
-        return sum(rank_state.squares(reducer) for reducer in self.optimizer.reducers)
+        return sum(reducer_state.squares(reducer) for reducer in self.optimizer.reducers)
 
     # -- with each exchange --------------------------------------------------------------------
 
@@ -250,8 +250,8 @@ class ElasticState:
         self._account(rendezvous, members, speaks)
         for reducer in self._reducers:
             if not self._joined and (receives or not reducer.steps):
-                rank_state.restart(reducer)
-            rank_state.resize(reducer, 1.0, 1.0 / group.size(), speaks)
+                reducer_state.reset(reducer)
+            reducer_state.resize(reducer, 1.0, 1.0 / group.size(), speaks)
         self._hand_out(root, receives, full=len(valid) < len(members))
         self._joined = True
         self._processes = generation.processes
@@ -339,7 +339,7 @@ class ElasticState:
             }
             if full:
                 given["optimizer"] = _without_exchanges(optimizer.common_state_dict())
-                given["common"] = [rank_state.in_common(reducer) for reducer in self._reducers]
+                given["common"] = [reducer_state.replicated(reducer) for reducer in self._reducers]
                 given["rest"] = self._rest_of_model()
         box = [given]
         with self.group.watched():
@@ -351,7 +351,7 @@ class ElasticState:
             self.model.load_state_dict(given["rest"], strict=False)
             optimizer.take_over(given["optimizer"])
             for reducer, fields in zip(self._reducers, given["common"]):
-                rank_state.take_common(reducer, fields)
+                reducer_state.load_replicated(reducer, fields)
         if here == root:
             return
         optimizer.steps_made = given["steps"]
@@ -414,13 +414,13 @@ class ElasticState:
                     dist.recv_object_list(box, leaver, group.handle, device=group.device)
                     buckets = [b for r in self.optimizer.reducers for b in r.buckets]
                     for bucket, given in zip(buckets, box[0]):
-                        rank_state.add_sums(bucket, given)
+                        reducer_state.inherit(bucket, given)
                     dist.send(torch.ones(1, device=group.device), leaver, group.handle)
         return Departure(here in leavers, here in leavers)
 
     def _own_sums(self) -> list[dict[str, torch.Tensor]]:
         return [
-            rank_state.own_sums(bucket, reducer.steps)
+            reducer_state.inheritance(bucket, reducer.steps)
             for reducer in self.optimizer.reducers
             for bucket in reducer.buckets
         ]

@@ -16,7 +16,6 @@ from horovod.torch.elastic import TorchState as _StockState
 from horovod.torch.elastic.state import ModelStateHandler, StateHandler
 
 from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, RankState
-from hvd_gradcomp.torch import checkpoint
 from hvd_gradcomp.torch.broadcast_objects import from_root
 from hvd_gradcomp.torch.broadcast_state import hand_out, hand_out_rounds, plain_state
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
@@ -24,8 +23,8 @@ from hvd_gradcomp.torch.comm.horovod import TITLES, gather_objects
 from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, synchronizer_of
 from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.optimizer import scales
-from hvd_gradcomp.torch.rank_state import cloned, forget, resize, squares
 from hvd_gradcomp.torch.reducer import Reducer, wait_for_copies
+from hvd_gradcomp.torch.reducer_state import Snapshot, reset_local, resize, squares
 from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer
 
 __all__ = [
@@ -155,14 +154,12 @@ class CompressedOptimizer(StateHandler):
     def save(self) -> None:
         wait_for_copies(self.reducer.buckets)
         self._saved_plain = copy.deepcopy(plain_state(self.value))
-        kept = checkpoint.snapshot(self.reducer)
-        self._saved = kept._replace(states=[cloned(state) for state in kept.states])
+        self._snapshot = Snapshot.of(self.reducer).copy()
 
     @outside_inference()
     def restore(self) -> None:
-        self._synchronizer.abandon()
-        states = [cloned(state) for state in self._saved.states]
-        checkpoint.restore(self.reducer, self._saved._replace(states=states))
+        self._synchronizer.abort_exchange()
+        self._snapshot.copy().restore(self.reducer)
         # `load_state_dict` keeps tensors by reference; those of the commit must not change.
         self.value.load_state_dict(copy.deepcopy(self._saved_plain))
 
@@ -172,11 +169,11 @@ class CompressedOptimizer(StateHandler):
         self.reducer.rename(name)
         TITLES.continue_from(number)
         hand_out(self.value, 0, elastic=True)
-        self._synchronizer.abandon()
+        self._synchronizer.abort_exchange()
 
     def forget(self) -> None:
         """Reset this rank's own state, but not replicated fields, to that before the first step."""
-        forget(self.reducer)
+        reset_local(self.reducer)
 
     def resize(self) -> None:
         """Adapt scales and compressor state to the number of ranks."""
@@ -184,7 +181,7 @@ class CompressedOptimizer(StateHandler):
         ranks = self.reducer.participants.process_set.size()
         how = scales(optimizer.op, optimizer.gradient_predivide_factor, ranks)
         resize(self.reducer, *how, horovod.rank() == 0)
-        self._synchronizer.abandon()
+        self._synchronizer.abort_exchange()
 
 
 class ExchangingOptimizer(StateHandler):
@@ -208,16 +205,14 @@ class ExchangingOptimizer(StateHandler):
     @outside_inference()
     def save(self) -> None:
         self._saved = copy.deepcopy(self.value.state_dict())
-        kept = [checkpoint.snapshot(reducer) for reducer in self.reducers]
-        self._kept = [k._replace(states=[cloned(state) for state in k.states]) for k in kept]
+        self._snapshots = [Snapshot.of(reducer).copy() for reducer in self.reducers]
 
     @outside_inference()
     def restore(self) -> None:
         saved = copy.deepcopy(self._saved)
         self.value.load_rounds(saved)
-        for reducer, kept in zip(self.reducers, self._kept):
-            states = [cloned(state) for state in kept.states]
-            checkpoint.restore(reducer, kept._replace(states=states))
+        for reducer, snapshot in zip(self.reducers, self._snapshots):
+            snapshot.copy().restore(reducer)
         self.value.load_inner(saved)
 
     @outside_inference()
@@ -236,7 +231,7 @@ class ExchangingOptimizer(StateHandler):
     def forget(self) -> None:
         """Reset this rank's own state, but not replicated fields, to that before the first step."""
         for reducer in self.reducers:
-            forget(reducer)
+            reset_local(reducer)
 
     def resize(self) -> None:
         """Adapt scales and compressor state to the number of ranks."""

@@ -26,26 +26,26 @@ import torch.distributed.fsdp
 
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.program_runner import Participants
-from hvd_gradcomp.torch import ddp_checkpoint, inspection, setup_check
+from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare, values
+from hvd_gradcomp.torch import inspection
 from hvd_gradcomp.torch.bucketing import BucketPlanner
 from hvd_gradcomp.torch.claims import Claim
-from hvd_gradcomp.torch.comm.c10d import VERIFY, C10dBackend, ProcessGroup, out_of_step
+from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 from hvd_gradcomp.torch.fsdp_exchange import ShardExchange
 from hvd_gradcomp.torch.fsdp_units import FSDPModule, Shard, Unit, groups_of, units_of
+from hvd_gradcomp.torch.hook_compression import HookCompression, SetUp
 from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain
 from hvd_gradcomp.torch.moments.dynamo import interpreted
-from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor, take_over_momentum
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.reducer import Reducer
 from hvd_gradcomp.torch.stats_writer import StatsWriter
-from hvd_gradcomp.torch.step_sync import OutOfStepError
 
 __all__ = [
     "CheckpointError",
@@ -93,9 +93,9 @@ def state_of(model: Any) -> ShardedCompression:
     modules = model.modules() if isinstance(model, torch.nn.Module) else ()
     sharded = [module for module in modules if isinstance(module, FSDPModule)]
     for group in (group for module in sharded for group in groups_of(module)):
-        found = getattr(getattr(group._all_reduce_hook, "func", None), "__self__", None)
-        if isinstance(found, ShardedCompression):
-            return found
+        state = getattr(getattr(group._all_reduce_hook, "func", None), "__self__", None)
+        if isinstance(state, ShardedCompression):
+            return state
     raise TypeError(
         f"nothing compresses the gradients of this {type(model).__name__}: call "
         "fsdp.compress(model, ..., mesh=mesh) on what fully_shard(model, ...) returned"
@@ -119,7 +119,7 @@ def verify(source: Any) -> None:
     (source if isinstance(source, ShardedCompression) else state_of(source)).verify()
 
 
-class ShardedCompression:
+class ShardedCompression(HookCompression):
     """Compression of the exchange between the replicas of a sharded model, step by step.
 
     Args:
@@ -175,15 +175,12 @@ class ShardedCompression:
         self._mesh = tuple(mesh.mesh.shape)
         self._transport = C10dBackend(self._replicas, "fsdp")
         self._steps = C10dBackend(self._everybody, "fsdp")
-        compressor: Any = compression
-        own: tuple[float, bool] | None = None
-        refused: Exception | None = None  # by this rank; the others must hear of it
-        claim: Claim | None = None
-        layers: list[Layer] = []
-        try:
-            units = units_of(model, mesh)
+        units: dict[Any, Unit] = {}
+
+        def make_reducer(set_up: SetUp) -> Reducer:
+            units.update(units_of(model, mesh))
             shards = [s for unit in units.values() for s in unit.shards]
-            layers = [s.whole_layer for s in shards]
+            set_up.layers = [s.whole_layer for s in shards]
             options = ExchangeOptions(
                 passes=backward_passes_per_step,
                 batch_size=batch_size,
@@ -191,35 +188,28 @@ class ShardedCompression:
                 nonfinite=nonfinite,
                 scaler=scaler,
             ).for_hook()
-            compressor, own = resolve_compressor(compression, optimizer)
+            compressor = set_up.resolve(compression, optimizer)
             _check_moments(compressor, backward_passes_per_step)
-            self._run = self._make_reducer(shards, compressor, options)
-            parameters = [s.held.sharded_param for s in shards]
-            claim = Claim("fsdp.compress", parameters, self._replicas, sharded=True)
-            claim.take()
-        except (TypeError, ValueError) as error:
-            refused = error
+            reducer = self._make_reducer(shards, compressor, options)
+            parameters = [s.record.sharded_param for s in shards]
+            set_up.claim = Claim("fsdp.compress", parameters, self._replicas, sharded=True)
+            return reducer
+
         settings = f"{backward_passes_per_step=}, {batch_size=}, {bucket_bytes=}, {nonfinite=}"
         settings = f"{settings}, mesh={self._mesh}"
-        setup_check.agree(
-            self._everybody, self._transport, layers, compressor, [], settings, refused, claim
-        )
-        self._claim = claim
-        if own is not None:
-            assert optimizer is not None
-            take_over_momentum(optimizer, MomentumTransfer(optimizer, *own), self._run)
+        set_up = SetUp(compression)
+        self._set_up(set_up, make_reducer, optimizer, self._everybody, self._transport, settings)
         self._exchange = ShardExchange(
-            self._run, model, [*units.values()], self._replicas, self._everybody, self._steps
+            self.reducer, model, [*units.values()], self._replicas, self._everybody, self._steps
         )
         for module, unit in units.items():
-            module.set_all_reduce_hook(partial(self.take_in, unit))
-        inspection.know(self, self._run)
-        inspection.know(model, self._run)
+            module.set_all_reduce_hook(partial(self.reduce, unit))
+        inspection.know(model, self.reducer)
 
     @interpreted
-    def take_in(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Take this rank's part of a unit's gradient; see `ShardExchange.take_in`."""
-        self._exchange.take_in(unit, flat)
+    def reduce(self, unit: Unit, flat: torch.Tensor) -> None:
+        """Exchange this rank's part of a unit's gradient; see `ShardExchange.reduce`."""
+        self._exchange.reduce(unit, flat)
 
     def _make_reducer(
         self, every: list[Shard], compressor: Compressor, options: ExchangeOptions
@@ -233,7 +223,7 @@ class ShardedCompression:
             options,
             name=self._transport.name,
             tracking=None,
-            owners=[(s.name, s.held.sharded_param) for s in shards],
+            owners=[(s.name, s.record.sharded_param) for s in shards],
         )
         if not planner.ordered:
             planner.reorder([s.name for s in shards])
@@ -255,60 +245,32 @@ class ShardedCompression:
 
     def verify(self) -> None:
         """Compare the replicas of each shard; see `verify`."""
-        self._meet_to_verify(False)
-        found: DivergedError | None = None
+        self._ranks_with_difference(None)
+        difference: DivergedError | None = None
         try:
             inspection.verify(self)
         except DivergedError as error:
-            found = error
-        elsewhere = self._meet_to_verify(found is not None)
-        if found is not None:
-            raise found
+            difference = error
+        elsewhere = self._ranks_with_difference(difference)
+        if difference is not None:
+            raise difference
         if elsewhere:
             raise DivergedError(
                 f"the replicas of another shard differ, as ranks {', '.join(elsewhere)} tell"
             )
 
-    def _meet_to_verify(self, diverged: bool) -> list[str]:
-        """Return the ranks that have found a difference, after a check that all ranks verify."""
-        said = self._steps.gather_words([VERIFY, int(diverged), 0], "verify")
-        if any(step != VERIFY for step, *_ in said.values()):
-            raise out_of_step(said)
-        return [str(rank) for rank, (_, diverged, _) in said.items() if diverged]
-
-    @property
-    def steps(self) -> int:
-        """Return the number of exchanges so far."""
-        return self._run.steps
-
-    def stats(self) -> CompressionStats:
-        """Return the measured traffic between replicas, of this rank; see `CompressionStats`.
-
-        What FSDP moves inside a replica, and the checks of each step, 48 bytes, are not counted.
-        """
-        return self._run.stats()
-
-    @outside_inference()
-    def discard_step(self) -> None:
-        """Roll back the compressor's state, bit-exactly, to that before the last exchange.
-
-        Skips a step: call it after backward, and `zero_grad()` instead of the optimizer's step, on
-        all ranks; otherwise the next exchange is an OutOfStepError on all.
-
-        Raises:
-            RuntimeError: nothing was exchanged since the last call.
-        """
-        run = self._run
-        if not run.discard() and not (run.planner.compressor.is_linear and run.steps):
-            raise RuntimeError(
-                "discard_step() restores the state from before the last exchange: call it once, "
-                "after backward()"
-            )
+    def _ranks_with_difference(self, difference: DivergedError | None) -> list[str]:
+        """Return the ranks whose replicas differ; an error unless all ranks verify."""
+        header = StepHeader(Kind.VERIFY, fault=int(difference is not None))
+        headers = self._steps.gather_headers(header, "verify")
+        if error := compare(headers):
+            raise error
+        return [str(rank) for rank in values(headers, "fault")]
 
     @outside_inference()
     def state_dict(self) -> dict[str, Any]:
         """Return the compressor's state of this rank's shard; each rank saves its own."""
-        return {**ddp_checkpoint.save(self._run), "mesh": self._mesh, "place": self._place}
+        return {**super().state_dict(), "mesh": self._mesh, "place": self._place}
 
     @outside_inference()
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -332,7 +294,7 @@ class ShardedCompression:
                 f"it is of shard {tuple(saved['place'])[1]}, and this rank has shard "
                 f"{self._place[1]}: each rank saves and loads its own, in a file of its own"
             )
-        ddp_checkpoint.load(self._run, saved)
+        super().load_state_dict(saved)
 
 
 def _require_mesh(mesh: Any) -> None:

@@ -29,42 +29,42 @@ class Shard:
 
     Attributes:
         name: of the parameter in the model.
-        held: FSDP's record of the parameter.
+        record: FSDP's own of the parameter.
         local: the part itself, as a parameter without a mesh.
         padded: elements that it takes in the gradient of its unit.
     """
 
     name: str
-    held: Any
+    record: Any
     local: torch.nn.Parameter
     padded: int
 
     @property
     def whole_layer(self) -> Layer:
         """Return the layer of the whole parameter, which is equal on all ranks."""
-        parameter = self.held.sharded_param
+        parameter = self.record.sharded_param
         dtype = str(parameter.dtype).removeprefix("torch.")
         return self.name, tuple(parameter.shape), dtype
 
     @property
     def trained(self) -> bool:
         """Return True if the parameter is not frozen now."""
-        return bool(self.held.sharded_param.requires_grad)
+        return bool(self.record.sharded_param.requires_grad)
 
     @property
     def dropped(self) -> bool:
         """Return True if the gradient of earlier passes, if any, was dropped by `zero_grad`."""
-        return self.held.sharded_param.grad is None
+        return self.record.sharded_param.grad is None
 
     def add(self, reduced: torch.Tensor) -> None:
         """Add a reduced gradient to what FSDP has made of zeros."""
-        parameter = self.held.sharded_param
+        parameter = self.record.sharded_param
         if parameter.grad is not None:
             grad = parameter.grad.to_local()
             grad.add_(reduced.to(grad.device, grad.dtype))
         elif reduced.any():  # nobody has used it in this step, and others have sent what they kept
             reduced = reduced.to(self.local.dtype, copy=True)
-            parameter.grad = self.held.to_sharded_dtensor(reduced)
+            parameter.grad = self.record.to_sharded_dtensor(reduced)
 
 
 @dataclass(eq=False)
@@ -167,7 +167,7 @@ def units_of(model: Any, mesh: Any) -> dict[Any, Unit]:
             )
         for group in groups:
             _check(group, where, inside)
-            shards = [_shard(held, names) for held in group.fsdp_params]
+            shards = [_shard(record, names) for record in group.fsdp_params]
             units[module] = Unit(group, [s for s in shards if s.local.requires_grad])
     return units
 
@@ -223,31 +223,31 @@ def _check(group: Any, where: str, inside: list[int]) -> None:
             "between replicas itself, dense: call fully_shard with the second dimension alone, "
             'mesh=mesh["inside"]'
         )
-    found = dist.get_process_group_ranks(info.shard_process_group)
-    if set(inside) < set(found):
+    sharded_over = dist.get_process_group_ranks(info.shard_process_group)
+    if set(inside) < set(sharded_over):
         raise ValueError(
-            f"{where} is sharded over {len(found)} ranks, {found}, which are several replicas of "
-            f"mesh=: its second dimension has {inside} here. Without a mesh, fully_shard takes all "
-            'ranks: call it with the second dimension, mesh=mesh["inside"]'
+            f"{where} is sharded over {len(sharded_over)} ranks, {sharded_over}, which are several "
+            f"replicas of mesh=: its second dimension has {inside} here. Without a mesh, "
+            'fully_shard takes all ranks: call it with the second dimension, mesh=mesh["inside"]'
         )
-    if sorted(found) != sorted(inside):
+    if sorted(sharded_over) != sorted(inside):
         raise ValueError(
-            f"{where} is sharded over ranks {found}, and the second dimension of mesh= has "
+            f"{where} is sharded over ranks {sharded_over}, and the second dimension of mesh= has "
             f"{inside} here: pass the mesh whose second dimension fully_shard was given"
         )
-    if any(held.sharded_param.is_meta for held in group.fsdp_params):
+    if any(record.sharded_param.is_meta for record in group.fsdp_params):
         raise ValueError(
             f"{where} has parameters without data, on the meta device: call model.to_empty(...), "
             "and set or load them, before fsdp.compress"
         )
-    if group.device.type != "cpu" and any(held.offload_to_cpu for held in group.fsdp_params):
+    if group.device.type != "cpu" and any(record.offload_to_cpu for record in group.fsdp_params):
         raise ValueError(
             f"{where} is offloaded from {group.device} to the CPU, and the collectives of "
             "compressors are for one device: leave CPUOffloadPolicy out"
         )
 
 
-def _shard(held: Any, names: dict[Any, str]) -> Shard:
-    parameter = held.sharded_param
+def _shard(record: Any, names: dict[Any, str]) -> Shard:
+    parameter = record.sharded_param
     local = torch.nn.Parameter(parameter.to_local().detach(), parameter.requires_grad)
-    return Shard(names[parameter], held, local, held.padded_sharded_param_size.numel())
+    return Shard(names[parameter], record, local, record.padded_sharded_param_size.numel())

@@ -2,8 +2,8 @@
 
 The exchange of a bucket starts with the last of its gradients, and ends with backward, as with
 `DistributedDataParallel`: then `p.grad` is reduced, and clipping, unscaling and norms mean what
-they mean everywhere. `synchronize` and `step` handle what no backward has brought, and what the
-messages of `step_sync` do not let end before.
+they mean everywhere. `synchronize()` and `step()` reduce gradients that no backward produced, or
+whose exchange had to wait for other ranks (`step_sync`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.runtime.driver import run_until_done
+from hvd_gradcomp.runtime.errors import OutOfStepError
+from hvd_gradcomp.runtime.step_header import Kind
 from hvd_gradcomp.torch import autograd_hooks
 from hvd_gradcomp.torch.comm import horovod
 from hvd_gradcomp.torch.late_grads import GradVersions, LateGradients
@@ -28,7 +31,6 @@ from hvd_gradcomp.torch.step_sync import (
     SPARSE,
     ConfigCheck,
     GradientChangedError,
-    OutOfStepError,
     StepSync,
     SyncMessage,
     changed_alone,
@@ -90,25 +92,25 @@ class TrainedParameters:
         self.left.update(dict.fromkeys(new, self.passes))
         return [*new]
 
-    def forget(self, parameters: Collection[torch.nn.Parameter]) -> None:
-        """Forget these parameters."""
+    def remove(self, parameters: Collection[torch.nn.Parameter]) -> None:
+        """Remove these parameters."""
         for p in parameters:
             del self.names[p], self.left[p]
 
 
-class Taken(NamedTuple):
+class Submitted(NamedTuple):
     """A gradient that was handed to the reducer or to Horovod, and is not reduced yet.
 
     Attributes:
         dense: it lies in its bucket.
-        rows: waits for the gathered rows of a sparse gradient; None where there are none.
+        rows: waits for the gathered rows of a sparse gradient; None for a dense one.
     """
 
     dense: bool
     rows: Callable[[], torch.Tensor] | None
 
 
-_IN_BUCKET = Taken(True, None)
+_IN_BUCKET = Submitted(True, None)
 
 
 class StepExchange:
@@ -120,18 +122,18 @@ class StepExchange:
         check: compares the ranks.
 
     Attributes:
-        taken: by parameter; None while passes of an unfinished step are missing.
+        submitted: by parameter; None while passes of an unfinished step are missing.
     """
 
     def __init__(self, reducer: Reducer, sparse: SparseGradients, check: ConfigCheck) -> None:
         self._reducer, self._sparse, self._check = reducer, sparse, check
-        self.taken: dict[torch.nn.Parameter, Taken | None] = {}
+        self.submitted: dict[torch.nn.Parameter, Submitted | None] = {}
         self._frozen: set[torch.nn.Parameter] | None = None  # known once a step has begun
 
     @property
     def travelling(self) -> bool:
-        """Return True if gradients were taken that are not reduced yet."""
-        return any(taken is not None for taken in self.taken.values())
+        """Return True if gradients were submitted that are not reduced yet."""
+        return any(each is not None for each in self.submitted.values())
 
     @property
     def settings(self) -> dict[str, str]:
@@ -160,34 +162,36 @@ class StepExchange:
             reducer.begin_step()
             self._frozen = {p for p in planner.places if not p.requires_grad}
             if self._frozen:
-                reducer.sources.forget(self._frozen)
+                reducer.sources.clear(self._frozen)
             for bucket in reducer.buckets:
-                held = {slot for slot, p in enumerate(bucket.parameters) if p in self._frozen}
-                bucket.mask_frozen(held, reducer.steps)
+                frozen = {slot for slot, p in enumerate(bucket.parameters) if p in self._frozen}
+                bucket.mask_frozen(frozen, reducer.steps)
         return self._frozen
 
     def is_gathered(self, p: torch.nn.Parameter) -> bool:
-        """Return True if the gradient of a parameter was taken, and its rows are gathered."""
-        taken = self.taken.get(p)
-        return taken is not None and not taken.dense and p.grad is not None and p.grad.is_sparse
+        """Return True if the gradient of a parameter was submitted, and its rows are gathered."""
+        submitted = self.submitted.get(p)
+        if submitted is None or submitted.dense:
+            return False
+        return p.grad is not None and p.grad.is_sparse
 
-    def take(self, p: torch.nn.Parameter) -> None:
-        """Hand a gradient to the reducer, zeros where there is none; sparse ones to Horovod."""
+    def submit(self, p: torch.nn.Parameter) -> None:
+        """Hand a gradient to the reducer, or zeros if it is None; the rows of a sparse one too."""
         if p.grad is None:
             p.grad = torch.zeros_like(p, dtype=getattr(p, "grad_dtype", None))
         if not p.grad.is_sparse:
-            self._put(p, p.grad)
-            self.taken[p] = _IN_BUCKET
+            self._fill_bucket(p, p.grad)
+            self.submitted[p] = _IN_BUCKET
             return
         name = self._reducer.planner.names[p]
         if self._sparse.is_gathered(p):
-            self._put(p, self._sparse.in_bucket(p, p.grad))
-            self.taken[p] = Taken(False, self._sparse.gather(name, p.grad))
+            self._fill_bucket(p, self._sparse.in_bucket(p, p.grad))
+            self.submitted[p] = Submitted(False, self._sparse.gather(name, p.grad))
         else:
-            self._put(p, self._sparse.as_dense(name, p.grad))
-            self.taken[p] = _IN_BUCKET
+            self._fill_bucket(p, self._sparse.as_dense(name, p.grad))
+            self.submitted[p] = _IN_BUCKET
 
-    def _put(self, p: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+    def _fill_bucket(self, p: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
         if p in self.begin():
             return  # frozen between forward and backward
         planner = self._reducer.planner
@@ -195,52 +199,54 @@ class StepExchange:
             planner.arrived.append(planner.names[p])
         self._reducer.mark_ready(p, gradient)
 
-    def fill_up(self, sync: StepSync) -> list[torch.nn.Parameter]:
-        """Take zeros for what has not come, and return those parameters."""
+    def submit_missing(self, sync: StepSync) -> list[torch.nn.Parameter]:
+        """Submit zeros for gradients that have not arrived, and return those parameters."""
         planner, frozen, missing = self._reducer.planner, self.begin(), []
         for place, p in enumerate(planner.ordered_parameters):
-            if p not in frozen and self.taken.get(p) is None:
+            if p not in frozen and self.submitted.get(p) is None:
                 missing.append(p)
                 if p.grad is None and place in sync.sparse - sync.both:
                     p.grad = no_rows(p)
-                self.take(p)
+                self.submit(p)
         for place in sorted(sync.both):
             self._make_dense(planner.ordered_parameters[place])
-        for p in self.taken:
-            if p.grad is None:  # dropped since it was taken, after a backward that has failed
+        for p in self.submitted:
+            if p.grad is None:  # dropped since it was submitted, after a backward that has failed
                 p.grad = torch.zeros_like(p)
         return missing
 
     def _make_dense(self, p: torch.nn.Parameter) -> None:
-        """Let a gradient be dense on all ranks that is sparse on some and dense on others."""
-        taken = self.taken[p]
-        rows = None if taken is None else taken.rows
+        """Make a gradient dense on all ranks that is sparse on some and dense on others."""
+        submitted = self.submitted[p]
+        rows = None if submitted is None else submitted.rows
         if rows is not None:
             p.grad = torch.zeros_like(p)
         else:
             rows = self._sparse.gather(self._reducer.planner.names[p], no_rows(p))
-        self.taken[p] = Taken(True, rows)
+        self.submitted[p] = Submitted(True, rows)
 
-    def finish(self) -> Iterator[None]:
+    def finish_exchange(self) -> Iterator[None]:
         """Run the exchange to its end; `p.grad` is reduced then. Yield while waiting."""
         try:
-            yield from self._reducer.finalize()
-            for p, taken in self.taken.items():
-                assert taken is not None
-                self._deliver(p, taken)
-            self.taken.clear()
+            yield from self._reducer.programs.poll_all()
+            if self._reducer.started:
+                self._reducer.finish_exchange()
+            for p, submitted in self.submitted.items():
+                assert submitted is not None
+                self._copy_out(p, submitted)
+            self.submitted.clear()
         finally:
-            self.end()
+            self.finish_step()
 
-    def _deliver(self, p: torch.nn.Parameter, taken: Taken) -> None:
+    def _copy_out(self, p: torch.nn.Parameter, submitted: Submitted) -> None:
         """Put the reduced gradient into `p.grad`, which stays the same tensor.
 
         If the parameter is not contiguous, the gradient has its strides: fused optimizers iterate
         over both in memory order.
         """
         assert p.grad is not None
-        rows = None if taken.rows is None else taken.rows()
-        if not taken.dense:
+        rows = None if submitted.rows is None else submitted.rows()
+        if not submitted.dense:
             p.grad.zero_().add_(rows)
             return
         reduced = self._reducer.reduced_grad(p)
@@ -256,10 +262,10 @@ class StepExchange:
         else:
             p.grad.set_(reduced)
 
-    def end(self) -> None:
-        """End a step after all results were taken."""
+    def finish_step(self) -> None:
+        """End a step after all results were copied out."""
         self._frozen = None
-        self._reducer.end_step()
+        self._reducer.finish_step()
 
     def abort(self) -> None:
         """Abort an exchange."""
@@ -306,11 +312,11 @@ class GradSynchronizer:
     @property
     def exchanging(self) -> bool:
         """Return True from the first gradient of a step to the end of `step`."""
-        return bool(self._exchange.taken) or self.sync.ended
+        return bool(self._exchange.submitted) or self.sync.ended
 
     @property
     def travelling(self) -> bool:
-        """Return True if gradients were taken that are not reduced yet."""
+        """Return True if gradients were submitted that are not reduced yet."""
         return self._exchange.travelling
 
     @property
@@ -336,7 +342,7 @@ class GradSynchronizer:
             )
         if p in self._late:
             self._versions.note(p)  # a zero was added
-            self.reducer.sources.forget([p])
+            self.reducer.sources.clear([p])
             autograd_hooks.finish_after_backward(self)
             return
         if p.grad is None:
@@ -350,20 +356,20 @@ class GradSynchronizer:
                     "Gradients were computed more than backward_passes_per_step times before call "
                     "to step(). Increase backward_passes_per_step to accumulate gradients locally."
                 )
-            self.drop()  # the reduced gradients were dropped, by `model.zero_grad()` say
+            self.begin_anew()  # the reduced gradients were dropped, by `model.zero_grad()` say
         elif self.synchronized and not self._reduced.holds(p):
-            self.drop()
+            self.begin_anew()
         self.synchronized = False
         left[p] -= 1
-        self._exchange.taken[p] = None
+        self._exchange.submitted[p] = None
         if left[p] == 0:
-            self._exchange.take(p)
+            self._exchange.submit(p)
             autograd_hooks.finish_after_backward(self)
         self._versions.note(p)
 
     def fail(self) -> None:
         """Handle an error of `arrive`: the scaler may live on in its traceback."""
-        self.reducer.scaling.forget()
+        self.reducer.scaling.reset()
 
     # -- the exchange ends -------------------------------------------------------------------
 
@@ -371,16 +377,16 @@ class GradSynchronizer:
         """End the exchange, where it has not ended with backward; see the optimizer's."""
         if self.synchronized and not self.exchanging:
             return  # a second exchange would add to the residual what was exchanged
-        gone = all(p.grad is None for p in self._exchange.taken)
+        gone = all(p.grad is None for p in self._exchange.submitted)
         if gone and self.travelling and self._process_set.size() == 1:
-            self.abort()  # `model.zero_grad()` after a backward that has failed
+            self.abort_step()  # `model.zero_grad()` after a backward that has failed
         self.check_mixed()
-        horovod.complete([self.finishing(last=True)])
+        run_until_done([self.finish_exchange(last=True)], horovod.pauses())
         self.begin()
         self._reduced.only(self.reducer.planner.places)
         self.synchronized = True
 
-    def finishing(self, last: bool, joined: bool = False) -> Generator[None, None, bool]:
+    def finish_exchange(self, last: bool, joined: bool = False) -> Generator[None, None, bool]:
         """Exchange messages until the exchange has ended here; yield while waiting for other ranks.
 
         Args:
@@ -388,7 +394,7 @@ class GradSynchronizer:
             joined: this rank has no batches any more, and contributes zeros.
 
         Returns:
-            Whether there was an exchange: False where all ranks have joined.
+            False if all ranks have joined, so that there was no exchange.
         """
         planner, sync = self.reducer.planner, self.sync
         try:
@@ -406,13 +412,13 @@ class GradSynchronizer:
                     late = sync.receive(messages, names, ranks)
                 except GradientChangedError:
                     if not ended:  # so that nothing of it is left on its way
-                        yield from self._end()
+                        yield from self._reduce()
                     raise
                 except OutOfStepError:
-                    self.abandon()
+                    self.abort_exchange()
                     raise
                 if sync.ended and not ended:
-                    yield from self._end()
+                    yield from self._reduce()
                 named = [(names[i], planner.ordered_parameters[i]) for i in late]
                 yield from self._late.add_up(self.reducer, named, self._average)
                 if self.sync.closed:
@@ -421,7 +427,7 @@ class GradSynchronizer:
                     break
             return True
         except BaseException:  # an interrupt in the middle, too
-            self.abort()
+            self.abort_step()
             raise
 
     def has_everything(self) -> bool:
@@ -446,31 +452,37 @@ class GradSynchronizer:
     ) -> Generator[None, None, list[SyncMessage]]:
         """Send this rank's message to all ranks, and return those of all."""
         reducer, sync = self.reducer, self.sync
-        known, told = sync.sparse, self._stalls.report is not None
-        order = reducer.planner.ordered_parameters
-        codes = usual(len(order), known) if joined else [self._code(p) for p in order]
-        settings = 0 if joined else digest_of(self._exchange.settings)
-        said = last, sync.ended, codes, settings, reducer.summed, told, joined
-        message = SyncMessage(reducer.steps, *said)
-        return (yield from self.check.exchange(message, known, self._exchange, self._stalls))
+        order, sparse = reducer.planner.ordered_parameters, sync.sparse
+        kind = Kind.REDUCED if sync.ended else Kind.STEP
+        message = SyncMessage.of(
+            Kind.JOINED if joined else kind,
+            reducer.steps,
+            usual(len(order), sparse) if joined else [self._code(p) for p in order],
+            last=last,
+            sparse=sparse,
+            settings=0 if joined else digest_of(self._exchange.settings),
+            digest=reducer.checksum,
+        )
+        return (yield from self.check.exchange(message, sparse, self._exchange, self._stalls))
 
     def _code(self, p: torch.nn.Parameter) -> int:
-        here = self.sync.ended or self._exchange.taken.get(p) is not None or not p.requires_grad
+        submitted = self._exchange.submitted.get(p) is not None
+        here = self.sync.ended or submitted or not p.requires_grad
         sparse = self._exchange.is_gathered(p)
         changed = self._versions.has_changed(p)
         return HERE * here | SPARSE * sparse | LATE * (p in self._late) | CHANGED * changed
 
-    def _end(self) -> Iterator[None]:
-        """End the exchange, with zeros for what has not come; `p.grad` is reduced then."""
+    def _reduce(self) -> Iterator[None]:
+        """Run the exchange to its end, with zeros for gradients that have not arrived."""
         planner, exchange = self.reducer.planner, self._exchange
         if planner.arrived is not None and self.reducer.steps == 0:
             planner.fix_order()
         for p in exchange.begin():  # frozen: so the optimizer leaves them alone
             p.grad = None
-            exchange.taken.pop(p, None)
+            exchange.submitted.pop(p, None)
             self._trained.left[p] = self._trained.passes
-        missing = exchange.fill_up(self.sync)
-        yield from exchange.finish()
+        missing = exchange.submit_missing(self.sync)
+        yield from exchange.finish_exchange()
         self.synchronized = False
         for p in planner.ordered_parameters:
             self._trained.left[p] = 0
@@ -487,36 +499,36 @@ class GradSynchronizer:
             p = self.reducer.planner.ordered_parameters[place]
             if p.grad is not None and all_zero(p.grad):
                 p.grad = None
-                self._versions.forget(p)
+                self._versions.remove(p)
 
     # -- steps -------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin a step: nothing has arrived."""
-        autograd_hooks.forget(self)
-        self._late.forget()
-        self._exchange.taken.clear()
+        autograd_hooks.cancel(self)
+        self._late.clear()
+        self._exchange.submitted.clear()
         self._versions.clear()
         self.sync.begin()
         self._trained.begin()
 
-    def drop(self, asked: bool = False) -> None:
+    def begin_anew(self, explicit: bool = False) -> None:
         """Begin a step; if the last one was reduced and not applied, roll its exchange back.
 
         Args:
-            asked: the user has called `discard_step`, so there is nothing to warn of.
+            explicit: the user has called `discard_step`, so no warning is needed.
         """
         reducer = self.reducer
-        if self.reduced and not reducer.undone:
-            undone = reducer.discard()
+        if self.reduced and not reducer.rolled_back:
+            rolled_back = reducer.rollback()
             keeps = any(True for bucket in reducer.buckets for _ in leaves(bucket.state))
-            if keeps and not (asked or self._warned) and self._process_set.rank() == 0:
+            if keeps and not (explicit or self._warned) and self._process_set.rank() == 0:
                 LOGGER.warning(
                     "gradients that were reduced were dropped, without step(): %s. The compressor "
                     "is %s",
                     "what it keeps is as before their exchange. If they were applied by hand, pass "
                     "rollback=False to DistributedOptimizer"
-                    if undone
+                    if rolled_back
                     else "with rollback=False what it keeps of that step goes with later gradients",
                     reducer.planner.compressor,
                 )
@@ -524,37 +536,37 @@ class GradSynchronizer:
         self.begin()
         self.synchronized = False
 
-    def abort(self) -> None:
-        """End an exchange that has failed: the next backward begins a step."""
-        self.reducer.scaling.forget()
+    def abort_step(self) -> None:
+        """Abort a step that has failed: the next backward begins another one."""
+        self.reducer.scaling.reset()
         if self.reducer.started:
-            self.abandon()
+            self.abort_exchange()
         else:
-            self._exchange.end()
+            self._exchange.finish_step()
         self.begin()
 
-    def abandon(self) -> None:
-        """Abort what is on its way, e.g. after another rank's end; the ranks compare again."""
+    def abort_exchange(self) -> None:
+        """Abort the exchange, e.g. after another rank's end; the ranks compare again."""
         self._exchange.abort()
         self.compare_again()
 
     def compare_again(self) -> None:
         """Repeat the configuration check before the next step."""
         self.check.reached = False
-        self.reducer.forget_sums()
-        self.sync.forget()
+        self.reducer.clear_checksum()
+        self.sync.clear()
 
-    def clear(self, asked: bool) -> None:
+    def clear(self, explicit: bool) -> None:
         """Drop gradients for `zero_grad`, reduced ones and those of an unfinished step.
 
         Args:
-            asked: the user has called `discard_step`.
+            explicit: the user has called `discard_step`.
 
         Raises:
             AssertionError: other ranks wait for the gradients that are being exchanged.
         """
         if self.travelling and self._process_set.size() == 1:
-            self.abort()  # a backward that has failed; nobody waits for the rest of it
+            self.abort_step()  # a backward that has failed; nobody waits for the rest of it
         if self.travelling:
             raise AssertionError(
                 "zero_grad() was called after backward() and before step() or synchronize(); "
@@ -562,8 +574,8 @@ class GradSynchronizer:
                 "error the other ranks wait for this one: call step() to go on with the gradients "
                 "that there are, or end the process"
             )
-        self.drop(asked)
-        self.reducer.sources.forget()
+        self.begin_anew(explicit)
+        self.reducer.sources.clear()
         for p in self._names:
             tracker.discard(p)
         self.join_parameters()  # what has thawed is reduced when the next backward ends
@@ -579,10 +591,10 @@ class GradSynchronizer:
             while True:
                 for p in reducer.planner.places:
                     # What passes of an unfinished step have brought stays.
-                    if p not in self._exchange.taken:
+                    if p not in self._exchange.submitted:
                         p.grad = None
                         tracker.discard(p)
-                if not (yield from self.finishing(last=True, joined=True)):
+                if not (yield from self.finish_exchange(last=True, joined=True)):
                     return
                 self.begin()
         finally:
@@ -614,7 +626,7 @@ class GradSynchronizer:
         try:
             self.join_parameters()
         except ValueError:
-            self._trained.forget(new)
+            self._trained.remove(new)
             raise
 
 

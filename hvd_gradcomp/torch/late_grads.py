@@ -31,8 +31,8 @@ class GradVersions:
         assert p.grad is not None
         self._known[p] = p.grad, p.grad._version
 
-    def forget(self, p: torch.nn.Parameter) -> None:
-        """Forget the recorded gradient of a parameter."""
+    def remove(self, p: torch.nn.Parameter) -> None:
+        """Remove the recorded gradient of a parameter."""
         self._known.pop(p, None)
 
     def only(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -58,7 +58,7 @@ class GradVersions:
         return p.grad is not gradient or gradient._version != version
 
     def clear(self) -> None:
-        """Forget all recorded gradients."""
+        """Remove all recorded gradients."""
         self._known.clear()
 
 
@@ -83,7 +83,7 @@ class LateGradients:
             p.register_hook(partial(self._hold_back, p)) for p in missing if p.requires_grad
         ]
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Remove the hooks, and drop late gradients."""
         for hook in self._hooks:
             hook.remove()
@@ -118,27 +118,27 @@ class LateGradients:
         postscale = 1.0 / group.size() if average else 1.0
         works = []
         for name, p in late:
-            mine = self._brought.pop(p, None)
-            real = as_real(torch.zeros_like(p) if mine is None else mine)
-            mine = real.to(torch.float64 if real.dtype == torch.float64 else torch.float32)
-            reducer.traffic.sent(mine)
-            reducer.traffic.received(mine)
+            late_grad = self._brought.pop(p, None)
+            real = as_real(torch.zeros_like(p) if late_grad is None else late_grad)
+            summand = real.to(torch.float64 if real.dtype == torch.float64 else torch.float32)
+            reducer.traffic.sent(summand)
+            reducer.traffic.received(summand)
             title = f"{reducer.transport.name}.late.{name}"
-            work = comm_horovod.allreduce(mine.contiguous(), title, group, 1.0, postscale)
+            work = comm_horovod.allreduce(summand.contiguous(), title, group, 1.0, postscale)
             works.append((name, p, work))
-        poisoned = []
+        nonfinite = []
         for name, p, work in works:
             while not work.ready():
                 yield
             total = work.wait().view(as_real(p.detach()).shape)
             total = torch.view_as_complex(total) if p.is_complex() else total.to(p.dtype)
             if not bool(total.isfinite().all()):
-                poisoned.append(name)
+                nonfinite.append(name)
             _add(p, total)
             self._versions.note(p)
-        if poisoned:
-            reducer.poisoned(
-                f"a gradient of {', '.join(poisoned)} that came late has a NaN or an infinity on "
+        if nonfinite:
+            reducer.record_nonfinite(
+                f"a gradient of {', '.join(nonfinite)} that came late has a NaN or an infinity on "
                 "one of the ranks"
             )
 

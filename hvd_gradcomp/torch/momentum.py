@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.algorithms.wrappers import take_over
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.torch import dcp
+from hvd_gradcomp.torch.reducer import Reducer
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _VELOCITY = "decay_velocity"  # in the optimizer's state, so that it is saved and broadcast
@@ -31,18 +32,18 @@ def momentum_of(optimizer: torch.optim.Optimizer) -> tuple[float, bool] | None:
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return None
-    found = {(float(g["momentum"]), bool(g["nesterov"])) for g in optimizer.param_groups}
-    if len(found) > 1:
+    settings = {(float(g["momentum"]), bool(g["nesterov"])) for g in optimizer.param_groups}
+    if len(settings) > 1:
         raise ValueError(
-            f"momentum cannot be taken over: the groups of SGD have {sorted(found)} as (momentum, "
-            "nesterov). Give all groups the same, or the compressor momentum=0"
+            f"momentum cannot be taken over: the groups of SGD have {sorted(settings)} as "
+            "(momentum, nesterov). Give all groups the same, or the compressor momentum=0"
         )
     if any(g["momentum"] and g["dampening"] for g in optimizer.param_groups):
         raise ValueError(
             "momentum cannot be taken over from SGD with dampening: set dampening=0, or give the "
             "compressor momentum=0"
         )
-    return found.pop()
+    return settings.pop()
 
 
 class MomentumTransfer:
@@ -74,8 +75,8 @@ class MomentumTransfer:
 
     def restored(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the optimizer's state with its original momentum."""
-        own = {"momentum": self.momentum, "nesterov": self.nesterov}
-        groups = [{**group, **own} for group in state_dict["param_groups"]]
+        original = {"momentum": self.momentum, "nesterov": self.nesterov}
+        groups = [{**group, **original} for group in state_dict["param_groups"]]
         return {**state_dict, "param_groups": groups}
 
     def check(self) -> None:
@@ -143,19 +144,13 @@ def resolve_compressor(
         return compressor, None
     if wanted is None or wanted[0] == 0:
         return compressor, None
-    own = momentum_of(optimizer)
-    compressor, gives_up = take_over(compressor, type(optimizer).__name__, own)
-    return compressor, own if gives_up else None
-
-
-class Undoable(Protocol):
-    """Exchange whose last step may have been rolled back."""
-
-    undone: bool
+    momentum = momentum_of(optimizer)
+    compressor, gives_up = take_over(compressor, type(optimizer).__name__, momentum)
+    return compressor, momentum if gives_up else None
 
 
 def take_over_momentum(
-    optimizer: torch.optim.Optimizer, transfer: MomentumTransfer, exchange: Undoable
+    optimizer: torch.optim.Optimizer, transfer: MomentumTransfer, reducer: Reducer
 ) -> None:
     """Take over the momentum of SGD, which steps without it; its `state_dict` still shows it."""
     cls = type(optimizer)
@@ -168,7 +163,8 @@ def take_over_momentum(
 
     def before_step(*_: Any) -> None:
         transfer.check()
-        if not exchange.undone and not dcp.from_checkpoint():  # which steps to make a first state
+        # A checkpoint may step to make a first state.
+        if not reducer.rolled_back and not dcp.from_checkpoint():
             transfer.decay()
 
     vars(optimizer)["__reduce_ex__"] = copied  # where `copy` and `pickle` look for it first

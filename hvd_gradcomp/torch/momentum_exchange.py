@@ -20,13 +20,13 @@ from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.exchange_state import diverged
+from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare
 from hvd_gradcomp.torch.fixed_variance import FixedVarianceAdam
 from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.local.fragment import digest as digest_of
 from hvd_gradcomp.torch.local.ranks import REMEDY
 from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.options import ExchangeOptions
-from hvd_gradcomp.torch.step_sync import OutOfStepError
 from hvd_gradcomp.torch.tensor_exchange import Connection, RankSync, TensorExchange
 from hvd_gradcomp.torch.warmup import WarmUp
 from hvd_gradcomp.torch.wrapped_optimizer import (
@@ -150,18 +150,21 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         if not self._compared:
             self._sync.compare_settings(self._settings, self._refusal())
             digest = digest_of(torch.clone(p.detach()).contiguous() for p in known)
-        words = [self.steps_made, self._skipped, thawed(self.inner, known), digest]
-        every = self._sync.gather(words)
-        if len({tuple(words[:2]) for words in every.values()}) > 1:
+        header = StepHeader(
+            Kind.STEP,
+            self.steps_made,
+            clock=self.steps_taken,
+            digest=digest,
+            fault=thawed(self.inner, known),
+        )
+        rows = self._sync.gather([*header])
+        headers = {rank: StepHeader(*row) for rank, row in rows.items()}
+        if error := compare(headers):
             self._sync.compare_settings(self._settings)
-            listed = ", ".join(f"rank {rank} after {made}" for rank, (made, *_) in every.items())
-            raise OutOfStepError(
-                f"the ranks have made different numbers of steps: {listed}. Call step() equally "
-                "often on all ranks, and load the same checkpoint on all of them"
-            )
-        refuse_thawed({rank: words[2] for rank, words in every.items()})
+            raise error
+        refuse_thawed({rank: each.fault for rank, each in headers.items()})
         exchange.agree()
-        digests = {rank: words[3] for rank, words in every.items()}
+        digests = {rank: each.digest for rank, each in headers.items()}
         if different := diverged(digests, "parameters", REMEDY):
             raise different
         self._compared = True
@@ -205,9 +208,9 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         kept = state_dict.get(KEPT)
         if kept is not None:
             if not isinstance(kept, dict) or kept.get("warmup_steps") != self._warmup_steps:
-                found = kept.get("warmup_steps") if isinstance(kept, dict) else kept
+                saved = kept.get("warmup_steps") if isinstance(kept, dict) else kept
                 raise CheckpointError(
-                    f"the state was saved with warmup_steps={found}, and here it is "
+                    f"the state was saved with warmup_steps={saved}, and here it is "
                     f"{self._warmup_steps}"
                 )
             self._warmup.exchange.load(kept["gradients"])

@@ -149,7 +149,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     )
     average = op == horovod.Average
     place = hierarchy.place_of(mpi_ops, process_set, average) if hierarchical else None
-    compressor, own = resolve_compressor(compression, optimizer, horovod.Compression)
+    compressor, momentum = resolve_compressor(compression, optimizer, horovod.Compression)
     if named_parameters is not None:
         named_parameters = list(named_parameters)
     factor = gradient_predivide_factor
@@ -210,12 +210,12 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         claim = Claim("hvd.DistributedOptimizer", reducer.parameters, process_set)
         claim.take()
     transfer = None
-    if own is not None:
-        transfer = MomentumTransfer(distributed, *own)
+    if momentum is not None:
+        transfer = MomentumTransfer(distributed, *momentum)
         if process_set.rank() == 0:
             LOGGER.info(
                 "momentum=%g, nesterov=%s are taken over from %s by the compressor",
-                *own,
+                *momentum,
                 type(optimizer).__name__,
             )
     by_default = sparse_as_dense is None

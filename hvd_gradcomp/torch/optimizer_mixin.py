@@ -12,12 +12,13 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import optimizer as _stock
 
-from hvd_gradcomp.torch import checkpoint, checksums, dcp, inspection
+from hvd_gradcomp.torch import checkpoint, checksums, dcp, inspection, reducer_state
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, synchronizer_of, synchronizers
 from hvd_gradcomp.torch.inference import outside_inference
 from hvd_gradcomp.torch.moments.dynamo import interpreted
 from hvd_gradcomp.torch.momentum import MomentumTransfer
+from hvd_gradcomp.torch.reducer_state import OF_OPTIMIZERS
 
 _SUPPORTS_SCALING = "_step_supports_amp_scaling"  # as PyTorch calls it
 _STOCK: Any = _stock._DistributedOptimizer
@@ -146,7 +147,7 @@ class DistributedOptimizerMixin:
             synchronizer.begin()
             synchronizer.synchronized = False
             self._decay()
-            return None if reducer.leaves_out else self._plain().step(closure)
+            return None if reducer.skips_step else self._plain().step(closure)
 
         def reduced_closure() -> Any:
             # Horovod reduces before the closure computes the gradients; they are reduced here.
@@ -155,7 +156,7 @@ class DistributedOptimizerMixin:
             self.synchronize()
             synchronizer.synchronized = False
             self._decay()
-            if reducer.leaves_out:
+            if reducer.skips_step:
                 raise _StepSkippedError(loss)
             return self._reduced_loss(loss) if isinstance(self, torch.optim.LBFGS) else loss
 
@@ -167,15 +168,15 @@ class DistributedOptimizerMixin:
 
     def _reduced_loss(self, loss: Any) -> torch.Tensor:
         """Reduce a loss as gradients are: by their own losses, ranks would search apart."""
-        mine = torch.as_tensor(loss).detach()
+        local = torch.as_tensor(loss).detach()
         average = 1.0 / self.process_set.size() if self.op == horovod.Average else 1.0
-        name, wide = f"{self._gradcomp.transport.name}.loss", mine.double().reshape(1)
+        name, wide = f"{self._gradcomp.transport.name}.loss", local.double().reshape(1)
         work = comm_horovod.allreduce(wide, name, self.process_set, 1.0, average)
         total: torch.Tensor = work.wait()
-        return total.to(mine.dtype).reshape(mine.shape)
+        return total.to(local.dtype).reshape(local.shape)
 
     def _decay(self) -> None:
-        if self._transfer is not None and not self._gradcomp.undone:
+        if self._transfer is not None and not self._gradcomp.rolled_back:
             self._transfer.decay()
 
     @property
@@ -199,8 +200,8 @@ class DistributedOptimizerMixin:
 
     @interpreted
     @outside_inference()
-    def _clear(self, set_to_none: bool = True, *, asked: bool = False) -> None:
-        self._synchronizer.clear(asked)
+    def _clear(self, set_to_none: bool = True, *, explicit: bool = False) -> None:
+        self._synchronizer.clear(explicit)
         self._plain().zero_grad(set_to_none=set_to_none)
 
     def discard_step(self) -> None:
@@ -219,12 +220,12 @@ class DistributedOptimizerMixin:
                 "discard_step() leaves out a step whose gradients are reduced: call it after "
                 "backward(), or after synchronize(), and before step()"
             )
-        if not self._gradcomp.rollback and not self._gradcomp.planner.compressor.is_linear:
+        if not self._gradcomp.keeps_snapshots and not self._gradcomp.planner.compressor.is_linear:
             raise RuntimeError(
                 "discard_step() needs the state from before the exchange: make "
                 "DistributedOptimizer without rollback=False"
             )
-        self._clear(asked=True)
+        self._clear(explicit=True)
 
     @outside_inference()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -276,17 +277,17 @@ class DistributedOptimizerMixin:
         self._synchronizer.join_parameters()
         plain = {key: value for key, value in state_dict.items() if key != "gradcomp"}
         if self.exchanging:
-            self._synchronizer.abort()
-        undo = checkpoint.make_rollback(self)
+            self._synchronizer.abort_step()
+        rollback = checkpoint.make_rollback(self)
         try:
             if "gradcomp" in state_dict:
-                checkpoint.load(self._gradcomp, state_dict["gradcomp"])
+                reducer_state.load(self._gradcomp, state_dict["gradcomp"], OF_OPTIMIZERS)
             self._synchronizer.begin()
             self._synchronizer.synchronized, self._should_synchronize = False, True
             self._plain().load_state_dict(plain)
             self.retake_momentum()
         except Exception:
-            undo()
+            rollback()
             raise
 
 

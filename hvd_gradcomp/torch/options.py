@@ -18,7 +18,7 @@ class ExchangeOptions:
         bucket_bytes: target size of a bucket; 25 MiB if None.
         nonfinite: policy for a step with a non-finite gradient; None for that of the loss scaler,
             or an error without one.
-        rollback: keep the state from before an exchange until the next one, for `discard`.
+        rollback: keep the state from before an exchange until the next one, for `rollback`.
         scaler: of the loss; None looks for one, False for none.
 
     Raises:

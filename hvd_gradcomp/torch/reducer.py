@@ -51,7 +51,7 @@ class TrafficCounter:
         self.counters = [0, 0, 0]
         self.gathered: dict[str, int] = {}
         self.waited = 0.0
-        self._heard: list[torch.Tensor] = []
+        self._checksums: list[torch.Tensor] = []
 
     def sent(self, tensor: torch.Tensor) -> None:
         """Count a tensor that was passed to a collective."""
@@ -66,14 +66,14 @@ class TrafficCounter:
         self.counters[_SKIPPED] += 1
         return self.counters[_SKIPPED]
 
-    def heard(self, reply: torch.Tensor) -> None:
+    def record_checksum(self, reply: torch.Tensor) -> None:
         """Checksum a result that must be bit-identical on all ranks."""
         if not reply.is_cuda:
-            self._heard.append(sum_of_bits(reply))
+            self._checksums.append(sum_of_bits(reply))
 
     def digest(self) -> int:
         """Return a digest of the results since the last call; 0 for none."""
-        sums, self._heard = self._heard, []
+        sums, self._checksums = self._checksums, []
         return sum(int(x) for x in sums) % _PRIME
 
     @property
@@ -127,16 +127,16 @@ class BucketPrograms:
         """Return the buckets whose program has started and not ended."""
         return [bucket for bucket in self._planner.buckets if bucket.runner is not None]
 
-    def take_errors(self) -> list[Exception]:
-        """Return the errors of this step, and forget them."""
-        found, self.errors = self.errors, []
-        return found
+    def pop_errors(self) -> list[Exception]:
+        """Return the errors of this step, and clear them."""
+        errors, self.errors = self.errors, []
+        return errors
 
     def ready(self, filled: Bucket) -> Iterator[Bucket]:
         """Yield buckets whose program can start, now that a gradient of `filled` has arrived."""
         for bucket in self._planner.buckets if self._in_order else (filled,):
             started = bucket.runner is not None or bucket.result is not None
-            if started or len(bucket.held) == len(bucket.parameters):
+            if started or len(bucket.frozen_slots) == len(bucket.parameters):
                 continue
             if bucket.absent:
                 return
@@ -167,7 +167,7 @@ class BucketPrograms:
             try:
                 self._step_program(bucket, None)
             except Exception:
-                bucket.abandon()
+                bucket.abort()
                 raise
 
     def _step_program(self, bucket: Bucket, reply: Any, in_order: bool = False) -> None:
@@ -176,7 +176,7 @@ class BucketPrograms:
         bucket.ops.take_turn()
         request = bucket.runner.send(reply)
         if request is None:
-            bucket.finish(*bucket.runner.result)
+            bucket.set_result(*bucket.runner.result)
             return
         if in_order and isinstance(request, Inside) and hierarchy.is_result(request):
             bucket.outcome = request
@@ -213,7 +213,7 @@ class BucketPrograms:
 
         Args:
             buckets: those whose collective is pending.
-            in_order: leave results that leaders share with their hosts to `drive`.
+            in_order: leave results that leaders share with their hosts to `wait_all`.
         """
         for bucket in buckets:
             try:
@@ -221,7 +221,7 @@ class BucketPrograms:
                     self._step_program(bucket, self._wait(bucket), in_order)
             except Exception as error:
                 self.errors.append(error)
-                bucket.abandon()
+                bucket.abort()
 
     def resume_led(self) -> None:
         """Begin the exchange between hosts of buckets whose sum in the host was requested earlier.
@@ -230,7 +230,7 @@ class BucketPrograms:
         places on all ranks; without hosts it does nothing.
 
         Raises:
-            Exception: of a program; see `drive`.
+            Exception: of a program; see `wait_all`.
         """
         place = self._participants.place
         if place is None or place.slots == 1:
@@ -250,7 +250,7 @@ class BucketPrograms:
             earlier: buckets whose programs run.
 
         Raises:
-            Exception: of a program; see `drive`.
+            Exception: of a program; see `wait_all`.
         """
         if self._participants.place is not None:
             return
@@ -258,7 +258,7 @@ class BucketPrograms:
             if bucket.runner is not None and bucket.round < bucket.rounds:
                 self._resume_in_order(bucket)
 
-    def drive(self) -> None:
+    def wait_all(self) -> None:
         """Run all programs to their ends, bucket by bucket, in the same order on all ranks.
 
         Results go from leaders to their hosts last: in a host each rank leads other buckets, so
@@ -289,8 +289,8 @@ class BucketPrograms:
         self.resume(ready)
         return bool(ready)
 
-    def finish(self) -> Iterator[None]:
-        """Run every program to its end; yield while all wait for other ranks."""
+    def poll_all(self) -> Iterator[None]:
+        """Run all programs to their ends, in any order; yield while all wait for other ranks."""
         while self.running:
             if not self.poll():
                 begin = time.perf_counter()
@@ -318,10 +318,11 @@ class Reducer:
         scaling: of the loss.
         sources: of second moments.
         steps: exchanges so far.
-        undone: the last exchange was rolled back.
-        summed: a digest of the sums of the previous exchange; 0 for none.
+        rolled_back: the last exchange was rolled back.
+        checksum: a digest of the sums of the previous exchange; 0 for none.
         joined: this rank has run out of batches, and contributes only its residuals.
         started: a program of this step has started, and the exchange has not ended.
+        keeps_snapshots: an exchange can be rolled back until the next one begins.
         policy: of this step, for non-finite gradients.
     """
 
@@ -340,7 +341,7 @@ class Reducer:
     ) -> None:
         transport.check(planner.named_parameters)
         self.planner, self.transport, self.participants = planner, transport, participants
-        self.rollback, self._nonfinite = options.rollback, options.nonfinite
+        self.keeps_snapshots, self._nonfinite = options.rollback, options.nonfinite
         self.prescale, self.postscale = prescale, postscale
         self.beside, self._releases = list(beside), releases
         self.scaling, self.traffic = GradScalerAdapter(options.scaler), TrafficCounter()
@@ -350,10 +351,10 @@ class Reducer:
             planner, transport, participants, self.traffic, in_order=in_order
         )
         self.policy = options.nonfinite or "raise"
-        self.joined = self.undone = False
-        self.steps = self.summed = 0
+        self.joined = self.rolled_back = False
+        self.steps = self.checksum = 0
         self.started = False
-        self._can_discard = False  # the last exchange can still be rolled back
+        self._has_snapshot = False  # the last exchange can still be rolled back
         for bucket in self.buckets if releases else ():
             bucket.release()
 
@@ -393,14 +394,14 @@ class Reducer:
             bucket.refresh()
 
     @property
-    def undoes(self) -> bool:
+    def rolls_back_nonfinite(self) -> bool:
         """Return True if a step with a non-finite gradient is rolled back."""
         return self.policy != "raise"
 
-    def follow(self, undoes: bool) -> None:
+    def adopt_policy(self, rolls_back: bool) -> None:
         """Adopt the policy for non-finite gradients of the ranks that still have batches."""
         if self._nonfinite is None:
-            self.policy = "skip" if undoes else "raise"
+            self.policy = "skip" if rolls_back else "raise"
 
     def mark_ready(
         self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None, weight: float = 1.0
@@ -424,7 +425,7 @@ class Reducer:
                 if weight != 1.0:
                     bucket.views[slot].mul_(weight)
             if bucket.moment_views:
-                self.sources.give(bucket, slot)
+                self.sources.fill_bucket(bucket, slot)
         if bucket.flat.is_cuda:
             bucket.streams.add(torch.cuda.current_stream(bucket.flat.device))
         bucket.absent.discard(slot)
@@ -444,46 +445,41 @@ class Reducer:
             self.postscale,
             keeps and bucket.owns_flat,
         )
-        if self.undoes or self.rollback:
-            bucket.keep_before()
+        if self.rolls_back_nonfinite or self.keeps_snapshots:
+            bucket.snapshot()
         self.programs.launch(bucket, context)
 
-    def finalize(self) -> Iterator[None]:
-        """Run every started program to its end; yield while all wait for other ranks.
+    def finish_exchange(self) -> None:
+        """Commit or roll back the exchange, after all programs have ended.
 
         Raises:
-            PayloadError: and the like, from a program; after all other programs have ended, so
-                that no rank waits for this one.
+            PayloadError: and the like, from a program. No rank waits for this one any more.
         """
-        yield from self.programs.finish()
-        if self.started:
-            self.end_exchange()
-
-    def end_exchange(self) -> None:
-        """Commit or roll back the exchange, after all programs have ended."""
-        self.started, found = False, self.programs.take_errors()
-        if self.undoes:
+        self.started, errors = False, self.programs.pop_errors()
+        if self.rolls_back_nonfinite:
             for ops in {id(bucket.ops): bucket.ops for bucket in self.buckets}.values():
                 try:
                     ops.raise_found()
                 except NonFiniteGradientError as error:
-                    found.append(error)
+                    errors.append(error)
         for bucket in self.buckets:
             bucket.absent = set(range(len(bucket.parameters)))
-            if found or not self.rollback:
-                bucket.end(undo=bool(found) and self.undoes)
-        others = [e for e in found if not isinstance(e, NonFiniteGradientError)]
-        self.undone = bool(found) and not others and self.undoes
-        self.summed = self.traffic.digest()
-        if self.undone:
-            self._skip(found[0])
+            if errors and self.rolls_back_nonfinite:
+                bucket.rollback()
+            elif errors or not self.keeps_snapshots:
+                bucket.commit()
+        others = [e for e in errors if not isinstance(e, NonFiniteGradientError)]
+        self.rolled_back = bool(errors) and not others and self.rolls_back_nonfinite
+        self.checksum = self.traffic.digest()
+        if self.rolled_back:
+            self._skip(errors[0])
             return
         self.steps += 1
-        self._can_discard = self.rollback and not found
-        if found:
+        self._has_snapshot = self.keeps_snapshots and not errors
+        if errors:
             for bucket in self.buckets:
                 bucket.result = None
-            raise (others or found)[0]
+            raise (others or errors)[0]
 
     def _skip(self, error: Exception) -> None:
         """Return NaN gradients on all ranks, which a loss scaler or `step` will see."""
@@ -505,8 +501,8 @@ class Reducer:
         gradient = gradient if bucket.scaled else self.scaling.scale(gradient)
         return as_complex(gradient) if parameter.is_complex() else gradient
 
-    def end_step(self) -> None:
-        """End a step after all results were taken: release them and the frozen parameters."""
+    def finish_step(self) -> None:
+        """End a step after all results were copied out: release them and the frozen parameters."""
         if self.sources.source:
             self.sources.end_step()
         self.scaling.end_step()
@@ -514,53 +510,56 @@ class Reducer:
             self.planner.arrived.clear()
         for bucket in self.buckets:
             bucket.result = None
-            if bucket.waiting:
+            if bucket.frozen_state:
                 bucket.restore_frozen()
             if self._releases:
                 bucket.release()
 
-    def taken(self, parameter: torch.nn.Parameter) -> None:
-        """Release a bucket if it is one to release and this reduced gradient was its last."""
+    def mark_copied(self, parameter: torch.nn.Parameter) -> None:
+        """Release a bucket if it is one to release and this reduced gradient was its last one."""
         place = self.planner.places.get(parameter) if self._releases else None
         if place is None:
             return
         bucket, slot = place
-        bucket.taken.add(slot)
-        if len(bucket.taken) == len(bucket.parameters):
+        bucket.copied.add(slot)
+        if len(bucket.copied) == len(bucket.parameters):
             bucket.result = None
             bucket.release()
 
     def abort(self) -> None:
         """Abort an exchange, e.g. after another rank's end."""
         interrupted, self.started = self.started, False
-        self.programs.take_errors()
-        self._can_discard = False
-        self.sources.forget()
+        self.programs.pop_errors()
+        self._has_snapshot = False
+        self.sources.clear()
         if self.planner.arrived:
             self.planner.arrived.clear()
         self.scaling.end_step()
         for bucket in self.buckets:
-            bucket.end(undo=interrupted)
+            if interrupted:
+                bucket.rollback()
+            else:
+                bucket.commit()
             bucket.restore_frozen()
-            bucket.abandon()
+            bucket.abort()
             bucket.streams.clear()
             bucket.result = None
             bucket.absent = set(range(len(bucket.parameters)))
 
-    def forget_sums(self) -> None:
-        """Forget the sums of the last exchange, which other ranks may not know."""
+    def clear_checksum(self) -> None:
+        """Clear the checksum of the last exchange, whose sums other ranks may not know."""
         self.traffic.digest()
-        self.summed = 0
+        self.checksum = 0
 
     # -- what was exchanged --------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Release the state from before the last exchange, which can then not be discarded."""
-        self._can_discard = False
+        """Commit the last exchange, which can then not be rolled back any more."""
+        self._has_snapshot = False
         for bucket in self.buckets:
-            bucket.end(undo=False)
+            bucket.commit()
 
-    def discard(self) -> bool:
+    def rollback(self) -> bool:
         """Roll back the last exchange, bit-exactly; all ranks do the same.
 
         The exchange is counted as skipped, and the next one repeats its step.
@@ -568,49 +567,49 @@ class Reducer:
         Returns:
             True if the state is that from before the exchange, also if it was rolled back already.
         """
-        if self.undone:
+        if self.rolled_back:
             return True
-        if not self._can_discard:
+        if not self._has_snapshot:
             return False
-        self._can_discard = False
-        for bucket in self.buckets:
-            bucket.end(undo=True)
-        self.steps -= 1
+        self._restore_snapshot()
         self.traffic.skipped()
         return True
 
-    def undo(self, error: Exception) -> None:
-        """Roll back the exchange that has just ended, because it has failed on ranks elsewhere.
+    def rollback_nonfinite(self, error: Exception) -> None:
+        """Roll back the exchange that has just ended, because of a gradient of another shard.
 
         Args:
-            error: that the ranks there have found.
+            error: describes that gradient.
 
         Raises:
             RuntimeError: the state from before it was not kept.
         """
-        if not self._can_discard:
+        if not self._has_snapshot:
             raise RuntimeError("an exchange that cannot be rolled back; a bug in hvd_gradcomp")
-        self._can_discard = False
-        for bucket in self.buckets:
-            bucket.end(undo=True)
-        self.steps -= 1
-        self.undone = True
+        self._restore_snapshot()
+        self.rolled_back = True
         self._skip(error)
 
-    @property
-    def leaves_out(self) -> bool:
-        """Return True if the optimizer must skip the step that was exchanged last."""
-        return self.undone and self.policy == "skip"
+    def _restore_snapshot(self) -> None:
+        self._has_snapshot = False
+        for bucket in self.buckets:
+            bucket.rollback()
+        self.steps -= 1
 
-    def poisoned(self, what: str) -> None:
+    @property
+    def skips_step(self) -> bool:
+        """Return True if the optimizer must skip the step that was exchanged last."""
+        return self.rolled_back and self.policy == "skip"
+
+    def record_nonfinite(self, what: str) -> None:
         """Handle a non-finite gradient that was summed outside the buckets, on all ranks.
 
         Raises:
-            NonFiniteGradientError: if that is the policy; else the step counts as undone.
+            NonFiniteGradientError: if that is the policy; otherwise the step counts as rolled back.
         """
-        if not self.undoes:
+        if not self.rolls_back_nonfinite:
             raise NonFiniteGradientError(what)
-        self.undone = True
+        self.rolled_back = True
 
     def retrain(self) -> None:
         """Retrain compressors that learn, from the next step on."""

@@ -48,11 +48,8 @@ def agree(
         framework=f"torch {torch.__version__.partition('+')[0]}",
         horovod=transport.version,
     )
-    description[config_check.REFUSED] = str(refused or config_check.NOTHING)
     try:
-        every = group.gather_objects(description, config_check.Description)
-        config_check.raise_refusal(every, group.ranks, refused)
-        config_check.agree(every, group.ranks)
+        config_check.compare(description, group.gather_objects, group.ranks, refused)
     except BaseException:
         if claim is not None:
             claim.drop()

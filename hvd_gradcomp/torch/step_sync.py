@@ -3,9 +3,9 @@
 An exchange ends with backward, so that code between backward and the optimizer's step sees reduced
 gradients. There no rank may wait for a gradient that another rank will not have: that rank may lack
 a layer in this step, get it in a second backward, or have called `step` already. So ranks at the
-end of a backward or in `step` first exchange messages: four numbers, and one more for each layer if
-a rank lacks something. Decisions depend only on the messages of all ranks, so they are the same on
-all ranks:
+end of a backward or in `step` first exchange messages: a header (`runtime.step_header`), and a
+number for each layer if a rank lacks something. Decisions depend only on the messages of all ranks,
+so they are the same on all ranks:
 
 - The exchange ends in the first round, with zeros for missing gradients. It waits for another round
   only if no rank is in `step` and a rank lacks a layer that was late on it in an earlier step.
@@ -32,8 +32,8 @@ from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.monitoring import verify
 from hvd_gradcomp.ops import PayloadError
 from hvd_gradcomp.runtime import config_check, errors
-from hvd_gradcomp.runtime.errors import OutOfStepError as OutOfStepError
 from hvd_gradcomp.runtime.stall_inspector import StallChannel
+from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare, values
 from hvd_gradcomp.torch.claims import Claim
 from hvd_gradcomp.torch.reducer import Reducer
 
@@ -48,7 +48,7 @@ _ALIKE = (
     "all of them or on none"
 )
 _KIND = HERE | SPARSE
-_LAST, _ENDED, _PLAIN, _SPEAKS, _TOLD, _JOINED = 1, 2, 4, 8, 16, 32
+_LAST, _PLAIN = 1, 2  # flags of a header
 
 
 class GradientChangedError(RuntimeError):
@@ -59,35 +59,50 @@ class SyncMessage(NamedTuple):
     """Message of one rank.
 
     Attributes:
-        step: exchanges before this one.
-        last: this rank is in `step` or `synchronize`: no more gradients will arrive.
-        ended: the exchange of this step has ended.
+        header: that of its step; flags are `_LAST`, in `step` or `synchronize`, where no more
+            gradients will arrive; and `_PLAIN`, with the usual codes.
         layers: a code for each layer.
-        settings: a digest of the settings that must be equal in this step; 0 before it begins.
-        summed: a digest of the sums of the previous exchange, below 2**31; 0 for none.
-        told: a stall report of this rank is pending; see `runtime.stall_inspector`.
-        joined: the rank has joined, and has no gradients of its own any more.
     """
 
-    step: int
-    last: bool
-    ended: bool
-    layers: Sequence[int]
-    settings: int = 0
-    summed: int = 0
-    told: bool = False
-    joined: bool = False
+    header: StepHeader
+    layers: tuple[int, ...]
 
-    def head(self, sparse: Collection[int] = ()) -> list[int]:
-        """Return the four numbers, below 2**31, that are always sent.
+    @classmethod
+    def of(
+        cls,
+        kind: Kind,
+        step: int,
+        layers: Sequence[int],
+        *,
+        last: bool,
+        sparse: Collection[int] = (),
+        settings: int = 0,
+        digest: int = 0,
+    ) -> SyncMessage:
+        """Return the message of this rank.
 
         Args:
+            kind: STEP; REDUCED if the exchange of this step has ended; or JOINED.
+            step: exchanges before this one.
+            layers: a code for each layer.
+            last: this rank is in `step` or `synchronize`: no more gradients will arrive.
             sparse: layers whose gradients all ranks know to be sparse.
+            settings: a digest of the settings that must be equal in this step; 0 before it begins.
+            digest: that of the sums of the previous exchange; 0 for none.
         """
-        plain = tuple(self.layers) == usual(len(self.layers), sparse)
-        flags = _LAST * self.last + _ENDED * self.ended + _PLAIN * plain + _TOLD * self.told
-        flags += _JOINED * self.joined
-        return [_SPEAKS + flags, self.step % 2**31, self.settings, self.summed]
+        codes = tuple(layers)
+        flags = _LAST * last + _PLAIN * (codes == usual(len(codes), sparse))
+        return cls(StepHeader(kind, step, settings=settings, digest=digest, flags=flags), codes)
+
+    @property
+    def last(self) -> bool:
+        """Return True if no more gradients will arrive on the rank."""
+        return bool(self.header.flags & _LAST) or self.header.kind == Kind.ABSENT
+
+    @property
+    def joined(self) -> bool:
+        """Return True if the rank has joined, and has no gradients of its own any more."""
+        return not self.header.takes_part
 
     def absent(self) -> list[int]:
         """Return the layers whose gradient has not been taken."""
@@ -95,8 +110,8 @@ class SyncMessage(NamedTuple):
 
 
 def digest_of(settings: Mapping[str, str]) -> int:
-    """Return a digest below 2**31 of the settings that must be equal in a step; 0 for none."""
-    return zlib.crc32(repr(sorted(settings.items())).encode()) & 0x7FFFFFFF if settings else 0
+    """Return a digest of the settings that must be equal in a step; 0 for none."""
+    return zlib.crc32(repr(sorted(settings.items())).encode()) if settings else 0
 
 
 def usual(layers: int, sparse: Collection[int]) -> tuple[int, ...]:
@@ -104,38 +119,22 @@ def usual(layers: int, sparse: Collection[int]) -> tuple[int, ...]:
     return tuple(HERE | SPARSE * (layer in sparse) for layer in range(layers))
 
 
-def read(heads: Sequence[Sequence[int]], layers: Sequence[Sequence[int]]) -> list[SyncMessage]:
+def read(headers: Sequence[StepHeader], layers: Sequence[Sequence[int]]) -> list[SyncMessage]:
     """Return the messages of all ranks.
 
     Args:
-        heads: of each rank.
+        headers: of each rank.
         layers: the codes of each rank; if all are plain, the usual ones.
     """
-    words = []
-    for (flags, step, settings, summed), codes in zip(heads, layers):
-        if flags & _SPEAKS:
-            last, ended, joined = (bool(flags & bit) for bit in (_LAST, _ENDED, _JOINED))
-            words.append(
-                SyncMessage(step, last, ended, tuple(codes), settings, summed, joined=joined)
-            )
-        else:
-            words.append(SyncMessage(0, True, True, (HERE,) * len(codes), joined=True))
-    return words
+    return [
+        SyncMessage(header, (HERE,) * len(codes) if header.kind == Kind.ABSENT else tuple(codes))
+        for header, codes in zip(headers, layers)
+    ]
 
 
-def all_plain(heads: Sequence[Sequence[int]]) -> bool:
+def all_plain(headers: Sequence[StepHeader]) -> bool:
     """Return True if all ranks have the usual codes, so none need be sent."""
-    return all(flags & _PLAIN or not flags & _SPEAKS for flags, *_ in heads)
-
-
-def any_told(heads: Sequence[Sequence[int]]) -> bool:
-    """Return True if a rank has a pending stall report."""
-    return any(flags & _TOLD for flags, *_ in heads)
-
-
-def all_set_alike(heads: Sequence[Sequence[int]]) -> bool:
-    """Return True if the settings are equal on all ranks that have begun the step."""
-    return len({settings for flags, _, settings, _ in heads if flags & _SPEAKS and settings}) < 2
+    return all(each.flags & _PLAIN or each.kind == Kind.ABSENT for each in headers)
 
 
 def changed_alone(name: str, rank: int) -> str:
@@ -173,8 +172,11 @@ class StepSync:
     sparse: set[int] = field(default_factory=set)
     both: set[int] = field(default_factory=set)
 
-    def forget(self) -> None:
-        """Forget earlier steps, which other ranks may not know, or with other layer numbers."""
+    def clear(self) -> None:
+        """Clear the record of earlier steps.
+
+        Other ranks may not know them, or number the layers in another way.
+        """
         self.awaited.clear()
         self.sparse.clear()
 
@@ -184,12 +186,12 @@ class StepSync:
         self.unused.clear()
 
     def receive(
-        self, words: Sequence[SyncMessage], names: Sequence[str], ranks: Sequence[int]
+        self, messages: Sequence[SyncMessage], names: Sequence[str], ranks: Sequence[int]
     ) -> list[int]:
         """Process one round's messages; if `ended` becomes True, the exchange ends.
 
         Args:
-            words: the messages of all ranks.
+            messages: of all ranks.
             names: of the layers.
             ranks: the numbers of the ranks, for errors.
 
@@ -202,51 +204,42 @@ class StepSync:
             GradientChangedError: naming the layer and the rank.
         """
         if not self.ended:
-            taken = [word.layers for word in words if not word.joined]
-            self.sparse = {i for codes in taken for i, c in enumerate(codes) if c & SPARSE}
-            self.both = {i for i in self.sparse for codes in taken if codes[i] & _KIND == HERE}
-        self._check(words, names, ranks)
-        self.joined = any(word.joined for word in words)
-        late = {(r, i) for r, w in enumerate(words) for i, c in enumerate(w.layers) if c & LATE}
+            active = [each.layers for each in messages if not each.joined]
+            self.sparse = {i for codes in active for i, c in enumerate(codes) if c & SPARSE}
+            self.both = {i for i in self.sparse for codes in active if codes[i] & _KIND == HERE}
+        self._check(messages, names, ranks)
+        self.joined = any(each.joined for each in messages)
+        late = {(r, i) for r, m in enumerate(messages) for i, c in enumerate(m.layers) if c & LATE}
         if not self.ended:
-            lacking = {(r, i) for r, word in enumerate(words) for i in word.absent()}
-            last = [word.last for word in words if not word.joined]
+            lacking = {(r, i) for r, each in enumerate(messages) for i in each.absent()}
+            last = [each.last for each in messages if not each.joined]
             if not any(last) and lacking & self.awaited:
                 return []
             self.awaited -= lacking
             self.ended = True
-            absent = [set(word.absent()) for word in words if not word.joined]
+            absent = [set(each.absent()) for each in messages if not each.joined]
             self.unused = set.intersection(*absent) if absent else set()
-            self.ragged = any(not words[rank].last for rank, _ in lacking)
+            self.ragged = any(not messages[rank].last for rank, _ in lacking)
             self.mixed = any(last) and not all(last)
         self.awaited |= late
         self.unused -= {i for _, i in late}
-        self.closed = not self.ragged or all(word.last for word in words)
+        self.closed = not self.ragged or all(each.last for each in messages)
         return sorted({i for _, i in late})
 
     def _check(
-        self, words: Sequence[SyncMessage], names: Sequence[str], ranks: Sequence[int]
+        self, messages: Sequence[SyncMessage], names: Sequence[str], ranks: Sequence[int]
     ) -> None:
-        speaking = [(rank, word) for rank, word in zip(ranks, words) if not word.joined]
-        if len({word.step for _, word in speaking}) > 1:
-            listed = ", ".join(f"rank {rank} in step {word.step}" for rank, word in speaking)
-            raise OutOfStepError(
-                f"the ranks are in different steps: {listed}. Load the same checkpoint on all "
-                "ranks, and call backward() and step() equally often on all of them"
-            )
-        sums = {rank: word.summed for rank, word in speaking if word.summed}
+        # A rank that has joined over Horovod may count other steps.
+        headers = {r: m.header for r, m in zip(ranks, messages) if not m.joined}
+        if error := compare(headers):
+            raise error
+        sums = values(headers, "digest")
         if len(set(sums.values())) > 1:
             raise PayloadError(verify.sums_differ(sums))
-        if len({word.ended for _, word in speaking}) > 1:
-            behind = [str(rank) for rank, word in speaking if not word.ended]
-            raise OutOfStepError(
-                f"rank {', '.join(behind)} has begun another step, while other ranks still are to "
-                "call step(): call zero_grad() and step() equally often on all ranks"
-            )
         changed = [
             (rank, names[i])
-            for rank, word in zip(ranks, words)
-            for i, code in enumerate(word.layers)
+            for rank, message in zip(ranks, messages)
+            for i, code in enumerate(message.layers)
             if code & CHANGED
         ]
         if not changed:
@@ -260,7 +253,7 @@ class StepSync:
                 "last step has not, or it has raised an error, or compiled autograd runs it. Call "
                 "optimizer.synchronize() before gradients are clipped, scaled or replaced"
             )
-        late = any(code & LATE for word in words for code in word.layers)
+        late = any(code & LATE for message in messages for code in message.layers)
         if self.mixed or late:
             raise GradientChangedError(changed_alone(name, rank))
 
@@ -311,15 +304,13 @@ class ConfigCheck:
         """
         if self.reached:
             return
-        mine, reducer = self.description(), self._reducer
+        description, reducer = self.description(), self._reducer
         refusal = None if self.claim is None else self.claim.refusal()
-        mine = {**mine, config_check.REFUSED: str(refusal or config_check.NOTHING)}
         if not reducer.planner.compressor.is_linear:  # sums are the same in every step
-            mine = {**mine, config_check.STEP: str(reducer.steps)}
-        every = self.gather(mine, config_check.Description)
+            description[config_check.STEP] = str(reducer.steps)
         participants = reducer.participants
-        config_check.raise_refusal(every, participants.process_set.ranks, refusal)
-        config_check.agree(every, participants.process_set.ranks)
+        ranks = participants.process_set.ranks
+        config_check.compare(description, self.gather, ranks, refusal)
         if participants.place is not None:
             with self._named("the exchange of what the ranks train"):
                 _ = participants.groups  # all ranks are here together
@@ -339,15 +330,17 @@ class ConfigCheck:
         Raises:
             MismatchError: on all ranks, if they do not train alike in this step.
         """
-        heads = yield from self._exchange_numbers(message.head(sparse), "end")
-        if any_told(heads):
+        reported = int(stalls.report is not None)
+        rows = yield from self._exchange_rows([*message.header, reported], "end")
+        if any(row[-1] for row in rows):
             stalls.complete()
-        if not all_set_alike(heads):
+        headers = [StepHeader(*row[:-1]) for row in rows]
+        if len(set(values(dict(enumerate(headers)), "settings").values())) > 1:
             self._compare_step(step.settings)
-        rows: Sequence[Sequence[int]] = [usual(len(message.layers), sparse)] * len(heads)
-        if not all_plain(heads):
-            rows = yield from self._exchange_numbers(message.layers, "end.layers")
-        return read(heads, rows)
+        layers: Sequence[Sequence[int]] = [usual(len(message.layers), sparse)] * len(headers)
+        if not all_plain(headers):
+            layers = yield from self._exchange_rows(message.layers, "end.layers")
+        return read(headers, layers)
 
     def _compare_step(self, settings: Mapping[str, str]) -> None:
         """Compare the settings of this step over the ranks; all ranks call it.
@@ -369,10 +362,10 @@ class ConfigCheck:
         transport = self._reducer.transport
         return errors.explain_errors(transport.failure, what, transport.library)
 
-    def _exchange_numbers(
-        self, numbers: Sequence[int], what: str
+    def _exchange_rows(
+        self, row: Sequence[int], what: str
     ) -> Generator[None, None, list[list[int]]]:
-        """Exchange a row of numbers below 2**31, of equal length on all ranks; yield while waiting.
+        """Exchange rows of integers, of equal length on all ranks; yield while waiting.
 
         An allreduce with a row for each rank, rather than an allgather, works with `hvd.join()`.
         """
@@ -380,13 +373,13 @@ class ConfigCheck:
         process_set = reducer.participants.process_set
         size = process_set.size()
         if size == 1:
-            return [list(numbers)]
-        everybody = torch.zeros(size, len(numbers), dtype=torch.int32, device="cpu")
-        everybody[process_set.rank()] = torch.tensor(numbers, device="cpu")
+            return [list(row)]
+        table = torch.zeros(size, len(row), dtype=torch.int64, device="cpu")
+        table[process_set.rank()] = torch.tensor(row, device="cpu")
         try:
             with self._named(f"the end of step {reducer.steps}'s exchange"):
                 title = f"{transport.name}.{what}"
-                work = transport.allreduce(Allreduce(everybody), title, process_set)
+                work = transport.allreduce(Allreduce(table), title, process_set)
                 while not work.ready():
                     if not reducer.programs.poll():
                         yield

@@ -20,6 +20,7 @@ from hvd_gradcomp.runtime import config_check, errors
 from hvd_gradcomp.runtime.local_rounds import Exchange
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.runtime.stall_inspector import StallChannel
+from hvd_gradcomp.runtime.step_header import SIZE
 from hvd_gradcomp.torch.bucket import Named
 from hvd_gradcomp.torch.bucketing import BucketPlanner
 from hvd_gradcomp.torch.comm.backend import Backend
@@ -49,9 +50,6 @@ class Connection:
     stalls: StallChannel | None = None
 
 
-_WORDS = 7
-
-
 class RankSync:
     """Comparison of what ranks are about to do, at one place for all exchanges of an optimizer.
 
@@ -76,29 +74,27 @@ class RankSync:
             MismatchError: on all ranks, if they differ, or some ranks alone refuse.
             Exception: the one with which this rank refuses, if all ranks refuse alike.
         """
-        mine = {"settings": settings, config_check.REFUSED: str(refusal or config_check.NOTHING)}
-        every = self._gather(mine, config_check.Description)
         ranks = self._connection.participants.process_set.ranks
-        config_check.raise_refusal(every, ranks, refusal)
-        config_check.agree(every, ranks)
+        config_check.compare({"settings": settings}, self._gather, ranks, refusal)
 
-    def gather(self, words: list[int]) -> dict[int, list[int]]:
-        """Gather as many numbers from every rank, by rank; at most seven.
+    def gather(self, row: Sequence[int]) -> dict[int, list[int]]:
+        """Gather a row of integers from every rank, by rank; at most as many as a header has.
 
         In one collective of one size, whatever ranks are about to do: over a long link it takes as
         long as the link's latency.
         """
         stalls, transport = self._connection.stalls, self._connection.transport
-        told = int(stalls is not None and stalls.pending)
-        row = torch.tensor([told, *words, *[0] * (_WORDS - len(words))], dtype=torch.int64)
+        reported = int(stalls is not None and stalls.pending)
+        padded = [reported, *row, *[0] * (SIZE - len(row))]
+        tensor = torch.tensor(padded, dtype=torch.int64).to(self._device)
         group = self._connection.participants.process_set
         with self._explained():
-            pending = transport.allgather(row.to(self._device), f"{transport.name}.words", group)
-            every = transport.wait(pending).tolist()
-        if stalls is not None and any(told for told, *_ in every):
+            pending = transport.allgather(tensor, f"{transport.name}.header", group)
+            rows = transport.wait(pending).tolist()
+        if stalls is not None and any(reported for reported, *_ in rows):
             stalls.complete()
-        ranks = group.ranks or range(len(every))
-        return {rank: said[1 : 1 + len(words)] for rank, said in zip(ranks, every)}
+        ranks = group.ranks or range(len(rows))
+        return {rank: each[1 : 1 + len(row)] for rank, each in zip(ranks, rows)}
 
     def _gather(self, item: Any, kind: Any) -> list[Any]:
         with self._explained():
@@ -207,24 +203,24 @@ class TensorExchange(Exchange):
         """
         reducer = self.reducer
         try:
-            reducer.programs.drive()
-            reducer.end_exchange()
+            reducer.programs.wait_all()
+            reducer.finish_exchange()
         except NonFiniteGradientError:
-            reducer.end_step()
+            reducer.finish_step()
             raise
         except Exception:
             self._give_up()
             raise
-        undone = reducer.undone
+        undone = reducer.rolled_back
         means = [reducer.reduced_grad(p).to(p.dtype) for p in reducer.planner.ordered_parameters]
-        reducer.end_step()
+        reducer.finish_step()
         return None if undone else means
 
     def commit(self) -> None:
         self.reducer.commit()
 
     def rollback(self) -> None:
-        self.reducer.discard()
+        self.reducer.rollback()
 
     def abort(self) -> None:
         """Drop an exchange that was started, on all ranks; the state is as before it."""
@@ -240,7 +236,7 @@ class TensorExchange(Exchange):
         buckets = self.reducer.buckets
         now = [bucket.state for bucket in buckets]
         for bucket in buckets if self.started else ():
-            bucket.state = bucket.state if bucket.before is None else bucket.before
+            bucket.state = bucket.state if bucket.snapshot_state is None else bucket.snapshot_state
         try:
             return self._connection.save(self.reducer, mode)
         finally:

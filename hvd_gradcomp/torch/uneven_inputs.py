@@ -8,6 +8,7 @@ import horovod.torch as horovod
 from horovod.common.exceptions import HorovodInternalError
 
 from hvd_gradcomp.runtime import errors
+from hvd_gradcomp.runtime.driver import run_until_done
 from hvd_gradcomp.torch.broadcast_objects import broadcast_parameters
 from hvd_gradcomp.torch.broadcast_state import hand_out_plain
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
@@ -55,7 +56,7 @@ def join(device: int = -1) -> int:
                 synchronizer.compare_again()
         else:
             # Side by side: which optimizer the others step next is not known here.
-            comm_horovod.complete([synchronizer.take_part() for _, synchronizer in optimizers])
+            run_until_done([each.take_part() for _, each in optimizers], comm_horovod.pauses())
             everybody = _gathered(made)
             ranks = range(len(everybody))
             last = max(ranks, key=lambda rank: (sum(everybody[rank].values()), rank))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -11,12 +12,13 @@ import torch.distributed as dist
 from hvd_gradcomp.algorithms.local_steps import AVERAGING, LocalSchedule
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.runtime.program_runner import Participants
-from hvd_gradcomp.torch import ddp_checkpoint
+from hvd_gradcomp.torch import reducer_state
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 from hvd_gradcomp.torch.local.outer import Outer
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.reducer import Reducer
+from hvd_gradcomp.torch.reducer_state import OF_HOOKS
 from hvd_gradcomp.torch.tensor_exchange import Connection
 from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer, refuse_exchanging
 
@@ -152,10 +154,8 @@ def _make_on_all(group: ProcessGroup, make: Callable[[], T]) -> T:
         optimizer = make()
     except (TypeError, ValueError) as error:
         refused = error
-    description = {config_check.REFUSED: str(refused or config_check.NOTHING)}
     try:
-        every = group.gather_objects(description, config_check.Description)
-        config_check.raise_refusal(every, group.ranks, refused)
+        config_check.compare({}, group.gather_objects, group.ranks, refused)
     except BaseException:
         if refused is None:
             optimizer.withdraw()  # a traceback may keep it
@@ -169,7 +169,8 @@ def _connections(group: ProcessGroup) -> Callable[[str], Connection]:
     participants = Participants(group)
 
     def connect(part: str) -> Connection:
-        how = _save, ddp_checkpoint.load, group.hang_up
+        load = partial(reducer_state.load, remedies=OF_HOOKS)
+        how = _save, load, group.hang_up
         return Connection(C10dBackend(group, part), participants, *how)
 
     return connect
@@ -180,4 +181,4 @@ def _save(reducer: Reducer, mode: str) -> dict[str, Any]:
         raise ValueError(
             f"over torch.distributed each rank saves its own, mode='sharded', got {mode!r}"
         )
-    return ddp_checkpoint.save(reducer)
+    return reducer_state.save(reducer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import horovod.torch as horovod
@@ -12,12 +13,13 @@ from horovod.torch import mpi_ops
 from hvd_gradcomp.algorithms.local_steps import AVERAGING, LocalSchedule
 from hvd_gradcomp.runtime import hierarchy
 from hvd_gradcomp.runtime.program_runner import Participants
-from hvd_gradcomp.torch import checkpoint
+from hvd_gradcomp.torch import checkpoint, reducer_state
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
 from hvd_gradcomp.torch.local.outer import Outer
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.optimizer import DistributedOptimizer
+from hvd_gradcomp.torch.reducer_state import OF_OPTIMIZERS
 from hvd_gradcomp.torch.tensor_exchange import Connection
 from hvd_gradcomp.torch.wrapped_optimizer import refuse_exchanging
 
@@ -228,5 +230,6 @@ class _Ranks:
         """Return the connection for one exchange."""
         transport = comm_horovod.HorovodBackend(f"{self._name}.{part}", self._process_set)
         # Collectives have names: nothing else waits for those that a failed rank leaves out.
-        how = checkpoint.save, checkpoint.load, lambda: None
+        load = partial(reducer_state.load, remedies=OF_OPTIMIZERS)
+        how = checkpoint.save, load, lambda: None
         return Connection(transport, self.participants, *how, self._stalls)

@@ -26,11 +26,12 @@ from hvd_gradcomp.core.cost_model import Bucket as Cost
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.planning.worth import idle
+from hvd_gradcomp.runtime.driver import run_until_done
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.bucketing import BucketPlanner
 from hvd_gradcomp.torch.comm.backend import Backend
-from hvd_gradcomp.torch.comm.horovod import TITLES, HorovodBackend, complete
+from hvd_gradcomp.torch.comm.horovod import TITLES, HorovodBackend, pauses
 from hvd_gradcomp.torch.moments import tracker
 from hvd_gradcomp.torch.options import ExchangeOptions
 from hvd_gradcomp.torch.reducer import Reducer
@@ -291,10 +292,11 @@ class CompressedExchange(Exchange):
         for p, gradient in zip(reversed(self._parameters), reversed(gradients)):
             reducer.mark_ready(p, gradient)
         given = time.perf_counter()
-        complete([self._transport.timed(reducer.finalize())])
+        run_until_done([self._transport.timed(reducer.programs.poll_all())], pauses())
+        reducer.finish_exchange()
         for p in self._parameters:
             reducer.reduced_grad(p)
-        reducer.end_step()
+        reducer.finish_step()
         return given, self._transport.waited - before
 
     def _squares(self) -> Sequence[torch.Tensor]:
@@ -586,10 +588,10 @@ def alone(
                 spent = time.perf_counter() - start - (transport.waited - waited)
                 work[bucket.name].append(spent)
                 asks[bucket.name] += transport.take()
-        complete([reducer.finalize()])
+        reducer.finish_exchange()
         for p in parameters:
             reducer.reduced_grad(p)
-        reducer.end_step()
+        reducer.finish_step()
         if turn >= warm_up:
             costs.append([_cost(b, work[b.name], asks[b.name], there) for b in reducer.buckets])
     return Alone(costs, (reducer.stats() - before).element_ratio)

@@ -133,7 +133,7 @@ def _left_out(
     """Leave a step out as the reducer does for `nonfinite="skip"`, by plain ops."""
     kept = [x for state in world.states for _, x in leaves(state)]
     before = [host(x) for x in kept]
-    world.ops.keep(kept)
+    world.ops.snapshot(kept)
     said = ""
     try:
         world.step(bad)
@@ -141,7 +141,7 @@ def _left_out(
     except NonFiniteGradientError as error:
         said = f"{type(error).__name__}: {error}"
     finally:
-        world.ops.let_go(kept, kept)
+        world.ops.release_snapshot(kept, kept)
     same = all(host(x).tobytes() == y.tobytes() for x, y in zip(kept, before))
     totals = [w.step([flat * 1 for flat in flats]) for w in (world, calm)]
     same = same and all(host(a).tobytes() == host(b).tobytes() for a, b in zip(*totals))

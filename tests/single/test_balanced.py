@@ -26,7 +26,7 @@ from hvd_gradcomp import (
     partition,
     robust,
 )
-from hvd_gradcomp.checkpoint.schema import Origin, restore
+from hvd_gradcomp.checkpoint.reducer_state import Origin, restore
 from hvd_gradcomp.codecs.owners import KNOTS
 from hvd_gradcomp.core.collectives import Allreduce, Alltoall
 from hvd_gradcomp.core.compressor import Compressor, leaves

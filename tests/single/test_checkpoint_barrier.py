@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hvd_gradcomp.checkpoint.schema import CheckpointError
+from hvd_gradcomp.runtime.step_header import Kind, StepHeader
 from hvd_gradcomp.tensorflow import checkpoint_barrier
-from hvd_gradcomp.tensorflow.step_sync import STEPPING
 
 
 @pytest.mark.parametrize("first", ["a message", "the barrier"])
@@ -31,7 +31,7 @@ def test_a_reply_is_read_before_errors_that_come_earlier(first, monkeypatch, one
         for future in (ended, begin) if first == "a message" else (begin, ended):
             future.set_exception(RuntimeError("Horovod has been shut down"))
 
-    table = np.array([[STEPPING, 0, 3], [0, 0, 0]])
+    table = np.array([StepHeader(Kind.STEP, step=3), StepHeader(Kind.ABSENT)])
     timers = Timer(1.2, shut_down), Timer(1.5, reply.set_result, [table])
     for timer in timers:
         timer.start()

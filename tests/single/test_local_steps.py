@@ -19,9 +19,9 @@ from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.torch.inspection import compression_stats, describe, verify
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
-from hvd_gradcomp.torch.step_sync import OutOfStepError
 from tests.oracles import local_steps as oracle
 from tests.single.older import scales_on_cpus
 from tests.thread_ranks import run

@@ -117,10 +117,10 @@ def test_a_step_that_was_undone_leaves_no_trace(compressor, static):
             before = [x.clone() for x in kept]
             poisoned = [g.clone() for g in gradients]
             poisoned[step % 2][5 + step] = float("inf")
-            ops.keep(kept)
+            ops.snapshot(kept)
             with pytest.raises(NonFiniteGradientError):
                 disturbed.step(poisoned)
-            ops.let_go(kept, kept)
+            ops.release_snapshot(kept, kept)
             assert all(map(_same, kept, before))
         results = [world.step([g.clone() for g in gradients]) for world in (disturbed, calm)]
         assert all(map(_same, *results)), step
@@ -139,11 +139,11 @@ def test_a_step_that_is_kept_uses_the_same_memory_again():
     seen = set()
     for _ in range(8):
         kept = [x for _, x in leaves(world.states[0])]
-        ops.keep(kept)
+        ops.snapshot(kept)
         world.step([torch.randn(layout.size)])
         now = [x for _, x in leaves(world.states[0])]
         assert not {x.data_ptr() for x in kept if x.numel() > 999} & {x.data_ptr() for x in now}
-        ops.let_go(kept, now)
+        ops.release_snapshot(kept, now)
         seen |= {x.data_ptr() for x in now if x.numel() > 999}
     assert len(seen) == 4, "two vectors, and room for as many"
 
@@ -172,9 +172,9 @@ def test_memory_for_steps_that_may_be_undone_does_not_grow(compressor):
     used = []
     for step in range(75):
         kept = [x for state in world.states for _, x in leaves(state)]
-        ops.keep(kept)
+        ops.snapshot(kept)
         world.step([torch.randn(layout.size, generator=generator) for _ in range(2)])
-        ops.let_go(kept, [x for state in world.states for _, x in leaves(state)])
+        ops.release_snapshot(kept, [x for state in world.states for _, x in leaves(state)])
         del kept
         if step in (54, 74):
             world.traffic = []
@@ -210,12 +210,12 @@ def test_a_sum_that_overflows(compressor, backend):
         if number == 2:
             kept = [x for state in world.states for _, x in leaves(state)]
             if backend != "tensorflow":
-                ops.keep(kept)
+                ops.snapshot(kept)
             with pytest.raises(NonFiniteGradientError, match="NaN or an infinity in its gradient"):
                 step(world, [draw(3.4e38) for _ in range(3)])
                 if backend == "static":
                     ops.raise_found()
             if backend != "tensorflow":
-                ops.let_go(kept, kept)
+                ops.release_snapshot(kept, kept)
         for a, b in zip(step(world, gradients), step(calm, gradients)):
             assert np.array_equal(np.asarray(a), np.asarray(b)), number

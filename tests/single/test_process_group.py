@@ -45,7 +45,7 @@ def test_a_bucket_and_its_state_swap_the_same_memory(one_process, rollback):
     model = DistributedDataParallel(nn.Linear(300, 300))
     compressor = ChunkedTopKCompressor(chunk=64, k=8)
     state = ddp.compress(model, compressor, rollback=rollback)
-    (bucket,), seen = state._run.buckets, set()
+    (bucket,), seen = state.reducer.buckets, set()
     for _ in range(8):
         model.zero_grad()
         model(torch.randn(4, 300)).sum().backward()

@@ -36,7 +36,7 @@ class Counted:
     def received(self, tensor: torch.Tensor) -> None:
         del tensor
 
-    heard = received
+    record_checksum = received
 
 
 def sent_by(compressor, shapes, ranks, steps=1, gradient=torch.randn):
@@ -47,7 +47,7 @@ def sent_by(compressor, shapes, ranks, steps=1, gradient=torch.randn):
     for _ in range(steps):
         ledgers = [Counted() for _ in range(ranks)]
         for dispatch, ledger in zip(world._runners, ledgers):
-            dispatch.ledger = ledger
+            dispatch.traffic = ledger
         world.step([world.flat([gradient(shape) for shape in shapes]) for _ in range(ranks)])
     return ledgers[0].bytes_sent
 

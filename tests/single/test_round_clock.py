@@ -12,10 +12,10 @@ import torch
 from hvd_gradcomp import ChunkedTopKCompressor, NoneCompressor
 from hvd_gradcomp.algorithms.local_steps import LocalSchedule, OuterSGD
 from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.round_clock import RoundClock
 from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
-from hvd_gradcomp.torch.step_sync import OutOfStepError
 from tests.thread_ranks import run
 
 SIZE = 96

@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvd_gradcomp.runtime.errors import OutOfStepError
+from hvd_gradcomp.runtime.step_header import Kind, StepHeader
+
 pytest.importorskip("torch")
 step_sync = pytest.importorskip("hvd_gradcomp.torch.step_sync")
+ABSENT = StepHeader(Kind.ABSENT)
 LAYERS = 4
 NAMES = [f"layer{i}" for i in range(LAYERS)]
 
@@ -48,14 +52,16 @@ def run_step(scripts, states):
                 continue
             brought = rank["left"].pop(0)
             rank["late" if rank["ended"] else "taken"] |= brought
-        words = [step_sync.SyncMessage(7, r["last"], r["ended"], codes(r)) for r in ranks]
-        heads = [word.head() for word in words]
+        messages = [message(codes(r), step=7, last=r["last"], ended=r["ended"]) for r in ranks]
+        heads = [word.header for word in messages]
         plain = step_sync.all_plain(heads)
-        assert plain == all(word.layers == (step_sync.HERE,) * LAYERS for word in words)
-        assert step_sync.read(heads, [word.layers for word in words]) == words
-        heard = [state.receive(words, NAMES, range(len(ranks))) for state in states]
-        assert all(one == heard[0] for one in heard) and all(s == states[0] for s in states)
-        assert set(heard[0]) == set().union(*(r["late"] for r in ranks))
+        assert plain == all(word.layers == (step_sync.HERE,) * LAYERS for word in messages)
+        assert step_sync.read(heads, [word.layers for word in messages]) == messages
+        late_layers = [state.receive(messages, NAMES, range(len(ranks))) for state in states]
+        assert all(one == late_layers[0] for one in late_layers) and all(
+            s == states[0] for s in states
+        )
+        assert set(late_layers[0]) == set().union(*(r["late"] for r in ranks))
         for rank, late in zip(ranks, lates):
             assert not late & rank["late"], "nothing is added twice"
             late |= rank["late"]
@@ -88,49 +94,53 @@ def test_what_came_late_on_all_ranks_is_awaited_from_then_on(script, size):
     assert not any(run_step([script] * size, states))
 
 
-def test_ranks_with_everything_need_one_round_of_four_numbers():
+def test_ranks_with_everything_need_one_round_of_headers():
     state = step_sync.StepSync()
-    words = [step_sync.SyncMessage(3, False, False, (step_sync.HERE,) * LAYERS)] * 2
-    assert step_sync.all_plain([w.head() for w in words]) and len(words[0].head()) == 4
-    assert state.receive(words, NAMES, [0, 1]) == []
+    messages = [message((step_sync.HERE,) * LAYERS)] * 2
+    assert step_sync.all_plain([w.header for w in messages])
+    assert state.receive(messages, NAMES, [0, 1]) == []
     assert state.ended and state.closed
 
 
 def test_a_rank_that_has_joined_lacks_nothing():
     """Horovod lets it add zeros to what the others say."""
-    mine = word(codes={2: 0})
-    heads, layers = [mine.head(), [0, 0, 0, 0]], [mine.layers, [0] * LAYERS]
+    lacking = word(codes={2: 0})
+    heads, layers = [lacking.header, ABSENT], [lacking.layers, [0] * LAYERS]
     state = step_sync.StepSync()
-    assert not step_sync.all_plain(heads) and step_sync.all_plain([word().head(), [0, 0, 0, 0]])
+    assert not step_sync.all_plain(heads) and step_sync.all_plain([word().header, ABSENT])
     assert state.receive(step_sync.read(heads, layers), NAMES, [0, 1]) == []
     assert state.ended and state.ragged and not state.mixed and not state.closed
-    last = mine._replace(last=True, ended=True)
-    assert state.receive(step_sync.read([last.head(), [0, 0, 0, 0]], layers), NAMES, [0, 1]) == []
+    last = word(codes={2: 0}, last=True, ended=True)
+    assert state.receive(step_sync.read([last.header, ABSENT], layers), NAMES, [0, 1]) == []
     assert state.closed
 
 
 def test_sums_that_differ_are_an_error_on_all_ranks():
-    mine = step_sync.SyncMessage(3, False, False, (step_sync.HERE,) * LAYERS, summed=5)
-    words = [mine, mine._replace(summed=0), mine, mine._replace(summed=6)]
+    messages = [word(digest=digest) for digest in (5, 0, 5, 6)]
     with pytest.raises(
         step_sync.PayloadError, match=r"not the same on rank 3 as on the other ranks"
     ):
-        step_sync.StepSync().receive(words, NAMES, range(4))
-    assert step_sync.StepSync().receive(words[:3], NAMES, range(3)) == []
+        step_sync.StepSync().receive(messages, NAMES, range(4))
+    assert step_sync.StepSync().receive(messages[:3], NAMES, range(3)) == []
 
 
-def word(**changes):
+def message(layers, *, step=3, last=False, ended=False, digest=0):
+    kind = Kind.REDUCED if ended else Kind.STEP
+    return step_sync.SyncMessage.of(kind, step, layers, last=last, digest=digest)
+
+
+def word(codes=(), **changes):
     layers = [step_sync.HERE] * LAYERS
-    for layer, code in changes.pop("codes", {}).items():
+    for layer, code in dict(codes).items():
         layers[layer] = code
-    return step_sync.SyncMessage(3, False, False, tuple(layers))._replace(**changes)
+    return message(layers, **changes)
 
 
 @pytest.mark.parametrize(
     ("other", "error", "text"),
     [
-        (word(step=4), step_sync.OutOfStepError, "rank 0 in step 3, rank 1 in step 4"),
-        (word(ended=True), step_sync.OutOfStepError, "rank 0(, 2)? has begun another step"),
+        (word(step=4), OutOfStepError, "rank 0 in step 3, rank 1 in step 4"),
+        (word(ended=True), OutOfStepError, "rank 0(, 2)? has begun another step"),
         (
             word(codes={2: step_sync.HERE | step_sync.CHANGED}),
             step_sync.GradientChangedError,
@@ -140,9 +150,9 @@ def word(**changes):
     ids=["step", "ended", "changed"],
 )
 def test_what_cannot_be_honoured_is_named(other, error, text):
-    for words in ([word(), other], [word(), other, word()]):
+    for messages in ([word(), other], [word(), other, word()]):
         with pytest.raises(error, match=text):
-            step_sync.StepSync().receive(words, NAMES, [0, 1, 2])
+            step_sync.StepSync().receive(messages, NAMES, [0, 1, 2])
 
 
 def test_a_change_behind_the_end_counts_only_where_ranks_differ():

@@ -88,8 +88,8 @@ class Base(Ops):
 
     # -- a step that may be rolled back --------------------------------------------------------
 
-    def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Protect tensors until `let_go`: donating ops write elsewhere."""
+    def snapshot(self, tensors: Iterable[Tensor]) -> None:
+        """Protect tensors until `release_snapshot`: donating ops write elsewhere."""
         for x in tensors:
             place, kind = _place(x), (x.dtype, x.numel())
             if x.numel() > 1 and place not in self._kept:
@@ -97,8 +97,8 @@ class Base(Ops):
                 self._count[kind] += 1
                 self._peak[kind] = max(self._peak[kind], self._count[kind])
 
-    def let_go(self, kept: Iterable[Tensor], now: Iterable[Tensor]) -> None:
-        """End `keep`; tensors that are not in use now become memory for later steps.
+    def release_snapshot(self, kept: Iterable[Tensor], now: Iterable[Tensor]) -> None:
+        """End `snapshot`; tensors that are not in use now become memory for later steps.
 
         At most as many as were kept: ops that do not donate take none, and leave one in each step.
         """

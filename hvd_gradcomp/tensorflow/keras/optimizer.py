@@ -341,7 +341,7 @@ class DistributedOptimizerMixin(_KerasOptimizer):
         if not self.built:
             raise RuntimeError("discard_step() leaves out a step: call it after apply()")
         if self._gradcomp is not None:
-            self._gradcomp.discard()
+            self._gradcomp.rollback()
 
     @property
     def pass_of_step(self) -> Any:
@@ -432,7 +432,7 @@ class DistributedOptimizerMixin(_KerasOptimizer):
                 "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)"
             )
         if self._options.nonfinite is None:  # also where this was built by itself before
-            self._skips = exchange.reducer.exchange.undoes = True
+            self._skips = exchange.reducer.exchange.rolls_back_nonfinite = True
         self._outer_scaler = loss_scale.OuterScaler(
             outer, self._exchange, lambda: self._trainable_variables, exchange.verify
         )

@@ -109,7 +109,7 @@ class StepExchange:
                 saver,
             )
         self.own()
-        self.reducer.forget()
+        self.reducer.reset_local()
 
     def reduce(
         self, grads: Sequence[Any], variables: Sequence[Any], moments: list[Any] | None, scale: Any

@@ -21,9 +21,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from hvd_gradcomp.core.collectives import Allreduce, Gather
 from hvd_gradcomp.runtime import errors, typed_json
 from hvd_gradcomp.runtime.program_runner import TrafficCounter
-from hvd_gradcomp.torch.step_sync import OutOfStepError
+from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare
 
-VERIFY = -1  # said in the place of a step
 _CLOSED = (
     "the connections were closed after an error of this rank, by destroy_process_group(), or as "
     "what ddp.Elastic has run has ended"
@@ -147,7 +146,7 @@ def _pool_of(ranks: list[int], backend: str) -> _Pool:
 
 
 @atexit.register
-def _let_go() -> None:
+def _close_connections() -> None:
     """End gloo's threads while they can still take the GIL to release tensors.
 
     At interpreter exit they would abort the process. They end when nobody holds the group any
@@ -293,13 +292,13 @@ class ProcessGroup:
     def gather_objects(self, item: Any, kind: Any) -> list[Any]:
         """Gather an item of type `kind` from every rank; see `runtime.typed_json`."""
 
-        def allgather(mine: bytes) -> Iterator[bytes]:
-            data = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self.device)
+        def allgather(packed: bytes) -> Iterator[bytes]:
+            data = torch.frombuffer(bytearray(packed), dtype=torch.uint8).to(self.device)
             length = torch.tensor([data.numel()], device=self.device)
             lengths = [int(x) for x in Work.of(dist.all_gather, length, self).wait()]
-            room = data.new_zeros(max(lengths))
-            room[: data.numel()] = data
-            rows = Work.of(dist.all_gather, room, self).wait()
+            padded = data.new_zeros(max(lengths))
+            padded[: data.numel()] = data
+            rows = Work.of(dist.all_gather, padded, self).wait()
             return (bytes(row[:n].tolist()) for row, n in zip(rows, lengths))
 
         return typed_json.gather(item, kind, allgather, self.ranks)
@@ -384,21 +383,6 @@ def sparse_allreduce(
     return wait
 
 
-def out_of_step(said: dict[int, list[int]]) -> OutOfStepError:
-    """Return an error that lists the step of each rank; see `C10dBackend.gather_words`."""
-    verifying = [str(rank) for rank, (step, *_) in said.items() if step == VERIFY]
-    if verifying:
-        return OutOfStepError(
-            f"rank {', '.join(verifying)} calls verify, and the other ranks are in backward: call "
-            "it on all ranks, between the same two steps"
-        )
-    listed = {rank: tuple(words[:2]) for rank, words in said.items()}
-    return OutOfStepError(
-        "the ranks are in different steps, or only some of them use a GradScaler: load the same "
-        f"checkpoint on all ranks. By rank (step, whether it can be undone): {listed}"
-    )
-
-
 class C10dBackend:
     """Transport over `torch.distributed`; see `Backend`.
 
@@ -426,24 +410,23 @@ class C10dBackend:
         return self._group.gather_objects(item, kind)
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        said = self.gather_words([VERIFY, 0, 0], "verify")
-        if any(step != VERIFY for step, *_ in said.values()):
-            raise out_of_step(said)
+        if error := compare(self.gather_headers(StepHeader(Kind.VERIFY), "verify")):
+            raise error
         return Work.of(dist.all_gather, row.to(self._group.device), self._group).wait()
 
-    def gather_words(self, words: list[int], what: str) -> dict[int, list[int]]:
-        """Gather three numbers by rank, so that ranks notice if they begin different things.
+    def gather_headers(self, header: StepHeader, what: str) -> dict[int, StepHeader]:
+        """Gather the header of every rank, by rank; see `runtime.step_header`.
 
         Args:
-            words: the step, if it can be undone, and if this rank has joined.
-            what: begins, for errors.
+            header: of this rank.
+            what: what begins or ends, for errors.
         """
-        mine = torch.tensor(words, device=self._group.device)
+        row = torch.tensor([*header], device=self._group.device)
         try:
-            every = Work.of(dist.all_gather, mine, self._group).wait().tolist()
+            rows = Work.of(dist.all_gather, row, self._group).wait().tolist()
         except RuntimeError as error:
             raise RuntimeError(errors.explain(what, str(error), self.library)) from error
-        return dict(zip(self._group.ranks, every))
+        return {rank: StepHeader(*row) for rank, row in zip(self._group.ranks, rows)}
 
     def allgather(self, tensor: torch.Tensor, name: str, group: ProcessGroup) -> Work:
         del name
@@ -461,26 +444,28 @@ class C10dBackend:
 
     def alltoall(self, tensor: torch.Tensor, name: str, group: ProcessGroup) -> Work:
         del name
-        given, received = tensor.contiguous(), torch.empty_like(tensor)
-        work = dist.all_to_all_single(received, given, group=group.handle, async_op=True)
+        sent, received = tensor.contiguous(), torch.empty_like(tensor)
+        work = dist.all_to_all_single(received, sent, group=group.handle, async_op=True)
         return Work(work, lambda: received, group)
 
     def gather(self, request: Gather, name: str, group: ProcessGroup) -> Work:
         del name
-        given, here, nothing = request.tensor.contiguous(), group.rank(), [0] * group.size()
-        to, of = list(nothing), nothing
-        to[request.root] = given.numel()
-        if here == request.root:
-            of = list(request.lengths)
-        received = given.new_empty(sum(of))
-        work = dist.all_to_all_single(received, given, of, to, group=group.handle, async_op=True)
+        sent, ranks = request.tensor.contiguous(), group.size()
+        sizes_in, sizes_out = [0] * ranks, [0] * ranks
+        sizes_out[request.root] = sent.numel()
+        if group.rank() == request.root:
+            sizes_in = list(request.lengths)
+        received = sent.new_empty(sum(sizes_in))
+        work = dist.all_to_all_single(
+            received, sent, sizes_in, sizes_out, group=group.handle, async_op=True
+        )
         return Work(work, lambda: received, group)
 
     def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: ProcessGroup) -> Work:
         del name
-        given = tensor.clone()
-        work = dist.broadcast(given, root, group=group.handle, async_op=True)
-        return Work(work, lambda: given, group)
+        copied = tensor.clone()
+        work = dist.broadcast(copied, root, group=group.handle, async_op=True)
+        return Work(work, lambda: copied, group)
 
     def wait(self, pending: Work) -> torch.Tensor:
         return pending.wait()

@@ -85,31 +85,6 @@ class Work:
         return result
 
 
-def complete(waiting: Iterable[Iterator[None]]) -> None:
-    """Run iterators to their ends, side by side; each yields while it waits for other ranks.
-
-    A blocked iterator never blocks the others.
-
-    Raises:
-        Exception: the first one that an iterator raised, after all others have ended.
-    """
-    running, errors = list(waiting), []
-    pause = pauses()
-    while running:
-        for one in list(running):
-            try:
-                next(one)
-            except StopIteration:
-                running.remove(one)
-            except Exception as error:
-                running.remove(one)
-                errors.append(error)
-        if running:
-            pause()
-    if errors:
-        raise errors[0]
-
-
 def takes(device: torch.device) -> bool:
     """Return True if this Horovod has collectives for tensors on the device."""
     bytes_there = torch.empty(0, dtype=torch.uint8, device=device)
@@ -229,8 +204,8 @@ class _AsyncReply:
 def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[Any]:
     """Gather an item of type `kind` from every rank; see `runtime.typed_json`."""
 
-    def gather(mine: bytes) -> Iterator[bytes]:
-        data = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    def gather(packed: bytes) -> Iterator[bytes]:
+        data = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         length = torch.tensor([data.numel()], dtype=torch.int32, device="cpu")
         # Named as on TensorFlow, should another rank run that.
         lengths = allgather(length, f"{name}.sz", process_set).wait()
@@ -283,29 +258,29 @@ class HorovodBackend:
         return hierarchy.groups_of(mpi_ops, place, gather)
 
     def allgather(self, tensor: torch.Tensor, name: str, group: Any) -> _AsyncReply:
-        own, ranks = tensor.contiguous(), group.size()
+        payload, ranks = tensor.contiguous(), group.size()
         dtype = str(tensor.dtype).removeprefix("torch.")
         if goes_as_sum(tensor.numel(), dtype, ranks, horovod.gloo_enabled()):
-            both, rank = own.new_empty((2, *own.shape)), group.rank()
-            both[rank] = own
-            mine, other = both[rank].view(torch.int32), both[1 - rank].view(torch.int32)
+            both, rank = payload.new_empty((2, *payload.shape)), group.rank()
+            both[rank] = payload
+            sent, received = both[rank].view(torch.int32), both[1 - rank].view(torch.int32)
 
             def bytes_of_both(total: torch.Tensor) -> torch.Tensor:
-                torch.sub(total, mine, out=other)
+                torch.sub(total, sent, out=received)
                 return both
 
-            return _AsyncReply(allreduce(mine, name, group, result=other), bytes_of_both)
+            return _AsyncReply(allreduce(sent, name, group, result=received), bytes_of_both)
 
         def rows(reply: torch.Tensor) -> torch.Tensor:
-            if reply.numel() != ranks * own.numel():
+            if reply.numel() != ranks * payload.numel():
                 raise PayloadError(
                     f"the ranks sent payloads of different sizes for {name}: {reply.numel()} items "
-                    f"came from {ranks} ranks, this one sent {own.numel()}. Load the same "
+                    f"came from {ranks} ranks, this one sent {payload.numel()}. Load the same "
                     "checkpoint on all ranks"
                 )
-            return reply.view(ranks, *own.shape)
+            return reply.view(ranks, *payload.shape)
 
-        return _AsyncReply(allgather(own, name, group), rows)
+        return _AsyncReply(allgather(payload, name, group), rows)
 
     def allreduce(self, request: Allreduce, name: str, group: Any) -> _AsyncReply:
         tensor, prescale, postscale, donated = request

@@ -34,9 +34,9 @@ def participants_among(group: ProcessGroup, hierarchical: Any) -> Participants:
         ValueError: on all ranks, if hosts are not as they have to be.
     """
     setting = setting_of(hierarchical)
-    said = group.gather_objects((setting, LaunchedRank.here()), tuple[str, LaunchedRank])
+    gathered = group.gather_objects((setting, LaunchedRank.here()), tuple[str, LaunchedRank])
     mesh = _mesh_of(hierarchical)
-    if hierarchical is False or {text for text, _ in said} != {setting}:
+    if hierarchical is False or {text for text, _ in gathered} != {setting}:
         return Participants(group)
     if group.size() != dist.get_world_size():
         raise ValueError(
@@ -44,7 +44,7 @@ def participants_among(group: ProcessGroup, hierarchical: Any) -> Participants:
         )
     hosts = mesh
     if hosts is None:
-        hosts = hierarchy.hosts_of(group.ranks, [where for _, where in said])
+        hosts = hierarchy.hosts_of(group.ranks, [where for _, where in gathered])
     place = hierarchy.place_among(hosts, group.ranks, dist.get_rank())
     groups = Groups(None, group)  # one rank a host
     if place.slots > 1:

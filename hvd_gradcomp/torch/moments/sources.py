@@ -149,7 +149,7 @@ class Sources:
         """Return the number of passes of this step so far."""
         return self._made
 
-    def give(self, bucket: Bucket, slot: int) -> None:
+    def fill_bucket(self, bucket: Bucket, slot: int) -> None:
         """Copy the moment of a layer into the bucket, which has the layer's gradient already."""
         parameter, view = bucket.parameters[slot], bucket.moment_views[slot]
         if self.source == "sample":
@@ -172,7 +172,7 @@ class Sources:
         self._scaling.unscale(view, view, power=2)
         view.mul_(weight).addcmul_(gradient, gradient, value=1.0 - weight).clamp_(min=0.0)
 
-    def forget(self, those: Collection[torch.nn.Parameter] | None = None) -> None:
+    def clear(self, those: Collection[torch.nn.Parameter] | None = None) -> None:
         """Drop the contributions of passes, for all parameters or for these."""
         if those is None:
             self._made = 0

@@ -169,7 +169,7 @@ def other_weights(trial: Trial) -> str:
 
 def fails_inside(model: Any) -> None:
     """An error of the compressor's, on one rank, in the next step."""
-    fsdp.state_of(model)._run.buckets[0].compressor = _Broken()
+    fsdp.state_of(model).reducer.buckets[0].compressor = _Broken()
 
 
 class _Broken(NoneCompressor):

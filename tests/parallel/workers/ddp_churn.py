@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hvd_gradcomp import NoneCompressor, OuterSGD, SparseGDCompressor
-from hvd_gradcomp.torch import ddp, rank_state
+from hvd_gradcomp.torch import ddp, reducer_state
 from tests.parallel.workers.results import digest
 from tests.parallel.workers.survival import Diary
 
@@ -42,7 +42,7 @@ def residuals(optimizer: Any) -> list[torch.Tensor]:
 
 
 def norm(optimizer: Any) -> float:
-    return float(sum(rank_state.squares(r) for r in optimizer.reducers) ** 0.5)
+    return float(sum(reducer_state.squares(r) for r in optimizer.reducers) ** 0.5)
 
 
 def plant(

@@ -68,7 +68,7 @@ def wrapped(compression, before=None, of_ddp=None, **options):
 
 def led(state):
     """Return the buckets that this rank compresses."""
-    return [state._run.leads(bucket) for bucket in state._run.buckets]
+    return [state.reducer.leads(bucket) for bucket in state.reducer.buckets]
 
 
 def every_method():
@@ -98,7 +98,7 @@ def counted():
     model, state = wrapped(None)
     train(model, sgd(model), 3)
     stats = state.stats()
-    sizes = [b.layout.elements for b, mine in zip(state._run.buckets, led(state)) if mine]
+    sizes = [b.layout.elements for b, mine in zip(state.reducer.buckets, led(state)) if mine]
     assert stats.bytes_sent == stats.bytes_dense == 4 * 3 * sum(sizes) > 0
     kept = [torch.tensor(led(state), dtype=torch.uint8).clone() for _ in range(4)]
     dist.all_gather(kept, kept[dist.get_rank()].clone())
@@ -106,7 +106,7 @@ def counted():
     assert (kept[0] + kept[1] == 1).all() and kept[0].any() and kept[1].any()
     model, state = wrapped(DGCCompressor(density=0.1, momentum=0.9))
     train(model, sgd(model), 1)
-    states = [any(True for _ in leaves(bucket.state)) for bucket in state._run.buckets]
+    states = [any(True for _ in leaves(bucket.state)) for bucket in state.reducer.buckets]
     assert states == led(state)
 
 
@@ -220,7 +220,7 @@ def replicas_that_differ():
     model, state = wrapped(STROM)
     train(model, sgd(model), 2)
     if dist.get_rank() == 3:
-        state._run.buckets[1].state.capacity.level.add_(1)
+        state.reducer.buckets[1].state.capacity.level.add_(1)
     raises(ddp.DivergedError, "state capacity.level of bucket 1", lambda: ddp.verify(model))
 
 
@@ -274,7 +274,7 @@ def one_fails():
         train(model, sgd(model), 2)
         if dist.get_rank() == rank:
             mine = led(state).index(True)
-            state._run.buckets[mine].compressor = None
+            state.reducer.buckets[mine].compressor = None
         began = time.monotonic()
         raises(Exception, "", lambda m=model: backward(m, 3))
         raises(RuntimeError, "start all ranks again", lambda m=model: backward(m, 4))

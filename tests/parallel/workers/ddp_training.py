@@ -40,8 +40,8 @@ from hvd_gradcomp import (
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.torch import ddp, trainers
-from hvd_gradcomp.torch.step_sync import OutOfStepError
 from tests.methods import (
     BALANCED,
     CHUNKED,
@@ -844,7 +844,7 @@ def fails_in_backward(model, state):
     def refuse(*_):
         raise ValueError("sparse=False")
 
-    state._run.mark_ready = refuse
+    state.reducer.mark_ready = refuse
     backward(model, 5)
 
 
@@ -865,7 +865,7 @@ def one_fails():
         model, state = wrapped(QSGDCompressor(bits=8, exchange="two_shot"), bucket_bytes=2500)
         train(model, sgd(model), 2)
         if dist.get_rank() == 1:
-            state._run.buckets[place].compressor = None
+            state.reducer.buckets[place].compressor = None
         began = time.monotonic()
         raises(Exception, "", lambda m=model: backward(m, 3))
         raises(RuntimeError, "", lambda m=model: backward(m, 4))
@@ -1369,7 +1369,7 @@ def later_rounds_during_backward():
     finally:
         dist.all_reduce = reduce
     assert before[1] == before[2] > before[0], (before, requested)
-    assert len(state._run.buckets) > 2
+    assert len(state.reducer.buckets) > 2
 
 
 def released_buckets():
@@ -1397,7 +1397,7 @@ def released_buckets():
                 if view:  # and step 0 has one bucket of DDP
                     assert (seen[-1] is None) is released or step == 0, (step, seen)
                 optimizer.step()
-            kept = [bucket.flat.untyped_storage().nbytes() for bucket in state._run.buckets]
+            kept = [bucket.flat.untyped_storage().nbytes() for bucket in state.reducer.buckets]
             assert released is not any(kept), kept
             results.append(vector(model))
         assert torch.equal(*results), (view, compression)
@@ -1449,7 +1449,7 @@ def lifetimes_of(group):
         train(model, optimizer, 3)
         state.load_state_dict(state.state_dict())
         ddp.verify(model)
-        return [model.module, state, state._run, optimizer]
+        return [model.module, state, state.reducer, optimizer]
 
     def in_a_cycle():
         made = compressed()
@@ -1464,13 +1464,13 @@ def lifetimes_of(group):
             with model.no_sync():
                 backward(model, step)
             backward(model, step)
-        return [model.module, state, state._run]
+        return [model.module, state, state.reducer]
 
     def per_sample():
         model = ddp_model(ddp.track_moments, **of_ddp)
         state = ddp.compress(model, VarianceCompressor(alpha=2.0))
         train(model, sgd(model), 3)
-        return [model.module, state, state._run]
+        return [model.module, state, state.reducer]
 
     def hook():
         model = ddp_model(**of_ddp)

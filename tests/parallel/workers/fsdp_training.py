@@ -36,8 +36,8 @@ from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.torch import ddp, fsdp
-from hvd_gradcomp.torch.step_sync import OutOfStepError
 from tests.methods import (
     BALANCED,
     GRADIVEQ,
@@ -329,7 +329,7 @@ def micro_batch_moments():
     """As computed from the gradients of each replica's passes."""
     compression, batch, seen = VarianceCompressor(alpha=0.5, moments="microbatch"), 24, {}
     model, state = chain(compression, backward_passes_per_step=3, batch_size=batch)
-    sources = state._run.sources
+    sources = state.reducer.sources
     give = sources.give
 
     def give_and_see(bucket, slot):
@@ -392,12 +392,12 @@ def units_in_another_order():
             for unit, p in enumerate(model.parameters()):
                 every = [factors(step, r)[unit] * (unit in orders[r]) for r in range(2 * shards)]
                 assert torch.equal(p.grad.full_tensor(), sum(every) / (2 * shards)), (there, unit)
-        assert state.steps == 3 and len(state._run.buckets) > 2
+        assert state.steps == 3 and len(state.reducer.buckets) > 2
 
 
 def kept_for(state, name):
     """The parts of a compressor's state that are of one parameter."""
-    (bucket,) = (b for b in state._run.buckets if name in b.layout.names)
+    (bucket,) = (b for b in state.reducer.buckets if name in b.layout.names)
     slot = bucket.layout.names.index(name)
     vectors = [x for _, x in leaves(bucket.state) if tuple(x.shape) == (bucket.layout.size,)]
     return [bucket.layer(x, slot).clone() for x in vectors]
@@ -514,20 +514,20 @@ def not_finite():
     torch.testing.assert_close(*trained, rtol=0, atol=1e-6)
     kept = copy.deepcopy(state.state_dict())
     # What one shard of one replica alone finds out.
-    exchange = state._run.mark_ready
+    exchange = state.reducer.mark_ready
 
     def one_shard(p, gradient, weight):
         if dist.get_rank() == 2 and gradient is not None:
             gradient = torch.full_like(gradient, float("inf"))
         exchange(p, gradient, weight)
 
-    state._run.mark_ready = one_shard
+    state.reducer.mark_ready = one_shard
     optimizer.zero_grad()
     scaler.scale(loss(model, 7)).backward()
     assert gradients(model).isnan().all()
     scaler.step(optimizer)
     scaler.update()
-    state._run.mark_ready = exchange
+    state.reducer.mark_ready = exchange
     assert torch.equal(vector(model), trained[1])
     assert state.stats().skipped == 1 and state.steps == STEPS
     for one, other in zip(kept["buckets"], state.state_dict()["buckets"]):
@@ -685,7 +685,7 @@ def made_and_dropped():
         model = sharded(mesh["in"])
         state = fsdp.compress(model, STROM, mesh=mesh)
         train(model, sgd(model), 3)
-        return [model, state, state._run]
+        return [model, state, state.reducer]
 
     leaves_nothing("fsdp.compress", compressed)
 
@@ -695,7 +695,7 @@ def one_fails():
     model, state = wrapped(Int8Compressor())
     train(model, sgd(model), 2)
     if dist.get_rank() == 1:
-        state._run.buckets[0].compressor = None
+        state.reducer.buckets[0].compressor = None
     raises(Exception, "", lambda: loss(model, 3).backward())
     raises(RuntimeError, "start all ranks again", lambda: loss(model, 4).backward())
 

@@ -193,7 +193,7 @@ def small_gradients():
         scaler.scale(weight.float().sum() * small * (1 + hvd.rank())).backward()
         mean = small * 2.0**20 * (1 + (hvd.size() - 1) / 2)
         torch.testing.assert_close(weight.grad.float(), torch.full((64,), mean))
-        optimizer._gradcomp.scaling.forget()  # no step, so no update of the scaler either
+        optimizer._gradcomp.scaling.reset()  # no step, so no update of the scaler either
     return model
 
 
