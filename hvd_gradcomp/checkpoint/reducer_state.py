@@ -7,35 +7,32 @@ of which any number of ranks takes shares; a framework hands in the collectives 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from hvd_gradcomp.core.compressor import Compressor, State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.runtime.program_runner import Participants
 
 LOGGER = logging.getLogger("hvd_gradcomp")
-Kind = tuple[list[int], str]  # shape and dtype of a tensor
 
 
 # -- saving ----------------------------------------------------------------------------------------
 
 
-class Collectives(Protocol):
-    """Collectives by which ranks consolidate tensors, which may be arrays on the host."""
+class Collectives(NamedTuple):
+    """Collectives of a framework, by which ranks consolidate tensors, or arrays on the host.
 
-    def total(self, x: Tensor, counts: bool, name: str, group: Any) -> Tensor:
-        """Return the sum over the ranks that count, accumulated in double precision."""
+    Attributes:
+        total: (x, name, group) -> the sum over ranks, accumulated in double precision.
+        gather_objects: (item, type, name, group) -> the item of every rank.
+        broadcast: (x, name, group, root) -> the bytes of x that the rank `root` has.
+    """
 
-    def kind(self, x: Tensor) -> Kind:
-        """Return shape and dtype of a tensor."""
-
-    def gather_kinds(self, kinds: dict[str, Kind], name: str, group: Any) -> list[dict[str, Kind]]:
-        """Gather the kinds of the tensors of every rank."""
-
-    def broadcast(self, x: Tensor | None, kind: Kind, root: int, name: str, group: Any) -> Tensor:
-        """Broadcast the bytes of the tensor that the rank `root` has; None on the others."""
+    total: Callable[[Tensor, str, Any], Tensor]
+    gather_objects: Callable[[Any, Any, str, Any], list[Any]]
+    broadcast: Callable[[Tensor, str, Any, int], Tensor]
 
 
 def consolidate(
@@ -46,40 +43,47 @@ def consolidate(
     leader: int,
     participants: Participants,
     collectives: Collectives,
+    zeros: Callable[[Sequence[int], str], Tensor],
 ) -> dict[str, Tensor]:
     """Return the tensors of a bucket, consolidated over all ranks, which all call it.
 
     Args:
-        compressor: of the bucket.
-        tensors: of this rank, by path.
-        name: of the bucket.
+        compressor: that of the bucket.
+        tensors: those of this rank, by path.
+        name: that of the bucket.
         steps: exchanges so far.
         leader: the local rank that compresses the bucket on its host.
         participants: the ranks.
-        collectives: of the framework.
+        collectives: those of the framework.
+        zeros: makes a tensor of a shape and dtype.
     """
     state = dict(tensors)
     among = participants.among(None)
     for path, x in tensors.items():
         if not is_replicated(compressor, path):
-            owner = compressor.owner(path, steps)
-            counts = owner in (None, participants.rank_and_size[0])
-            state[path] = collectives.total(x, counts, f"{name}.{path}.consolidated", among)
+            if compressor.owner(path, steps) not in (None, participants.rank_and_size[0]):
+                x = zeros(*_kind(x))
+            state[path] = collectives.total(x, f"{name}.{path}.consolidated", among)
     place = participants.place
     if place is None or place.slots == 1:
         return state
     # Other ranks of the host have no state of this bucket, and rank 0 may be one of them.
     inside, title = participants.groups.inside, f"{name}.consolidated"
-    kinds = {path: collectives.kind(x) for path, x in state.items()}
-    of_leader = collectives.gather_kinds(kinds, title, inside)[leader]
+    kinds = {path: _kind(x) for path, x in state.items()}
+    gathered = collectives.gather_objects(kinds, dict[str, tuple[list[int], str]], title, inside)
     root = (inside.ranks or range(inside.size()))[leader]
     leads = participants.leads(leader)
     return {
         path: collectives.broadcast(
-            state[path] if leads else None, kind, root, f"{title}.{path}", inside
+            state[path] if leads else zeros(shape, dtype), f"{title}.{path}", inside, root
         )
-        for path, kind in of_leader.items()
+        for path, (shape, dtype) in gathered[leader].items()
     }
+
+
+def _kind(x: Tensor) -> tuple[list[int], str]:
+    """Return shape and dtype, as texts and numbers."""
+    return list(x.shape), str(x.dtype).rpartition(".")[2]
 
 
 # -- loading ---------------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ def _exchange(
             value = _array(counter)
         else:
             name_of_sum = f"{reducer.name}.{title}.consolidated"
-            value = _Collectives().total(_array(counter), True, name_of_sum, reducer.process_set)
+            value = _total(_array(counter), name_of_sum, reducer.process_set)
         add(title, value, title in _ALIKE)
     saved = schema.describe(reducer.compressor, reducer.planner.layouts, int(reducer.steps))
     return {**saved, "hosts": _hosts(reducer)}
@@ -287,42 +287,34 @@ def _state(reducer: GraphReducer, bucket: Bucket, mode: str) -> Arrays:
     arrays = {path: _array(variable) for path, variable in bucket.named_variables()}
     if mode == "sharded":
         return arrays
-    steps, leader = int(reducer.steps), bucket.leader
-    where = bucket.name, steps, leader, reducer.participants
-    return reducer_state.consolidate(bucket.compressor, arrays, *where, _Collectives())
+    where = bucket.name, int(reducer.steps), bucket.leader, reducer.participants
+    return reducer_state.consolidate(bucket.compressor, arrays, *where, _COLLECTIVES, _zeros)
 
 
-class _Collectives:
-    """Collectives of arrays; see `reducer_state.Collectives`."""
+def _zeros(shape: Sequence[int], dtype: str) -> np.ndarray:
+    return np.zeros(shape, tf.as_dtype(dtype).as_numpy_dtype)
 
-    def total(self, x: np.ndarray, counts: bool, name: str, group: Any) -> np.ndarray:
-        value = tf.constant(x if counts else np.zeros_like(x))
-        wide = tf.cast(value, tf.float64) if value.dtype.is_floating else value
-        total = mpi_ops._allreduce(
-            tf.reshape(wide, (-1,)),
-            op=horovod.Sum,
-            name=name,
-            ignore_name_scope=True,
-            process_set=group,
-        )
-        return np.asarray(tf.cast(tf.reshape(total, value.shape), value.dtype))
 
-    def kind(self, x: np.ndarray) -> reducer_state.Kind:
-        return list(x.shape), x.dtype.name
+def _total(x: np.ndarray, name: str, group: Any) -> np.ndarray:
+    value = tf.constant(x)
+    wide = tf.cast(value, tf.float64) if value.dtype.is_floating else value
+    total = mpi_ops._allreduce(
+        tf.reshape(wide, (-1,)),
+        op=horovod.Sum,
+        name=name,
+        ignore_name_scope=True,
+        process_set=group,
+    )
+    return np.asarray(tf.cast(tf.reshape(total, value.shape), value.dtype))
 
-    def gather_kinds(
-        self, kinds: dict[str, reducer_state.Kind], name: str, group: Any
-    ) -> list[dict[str, reducer_state.Kind]]:
-        return gather_objects(kinds, dict[str, tuple[list[int], str]], name, group)
 
-    def broadcast(
-        self, x: np.ndarray | None, kind: reducer_state.Kind, root: int, name: str, group: Any
-    ) -> np.ndarray:
-        shape, dtype = kind[0], tf.as_dtype(kind[1]).as_numpy_dtype
-        x = np.zeros(shape, dtype) if x is None else x
-        data = np.frombuffer(x.tobytes(), np.uint8)
-        data = horovod.broadcast(data, root, name=name, process_set=group)
-        return np.frombuffer(data.numpy().tobytes(), dtype).reshape(shape)
+def _broadcast(x: np.ndarray, name: str, group: Any, root: int) -> np.ndarray:
+    data = np.frombuffer(x.tobytes(), np.uint8)
+    data = horovod.broadcast(data, root, name=name, process_set=group)
+    return np.frombuffer(data.numpy().tobytes(), x.dtype).reshape(x.shape)
+
+
+_COLLECTIVES = reducer_state.Collectives(_total, gather_objects, _broadcast)
 
 
 # -- loading -------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 
 from hvd_gradcomp.checkpoint import files as checkpoint_files
 from hvd_gradcomp.checkpoint.files import Ranks, Takeover
-from hvd_gradcomp.checkpoint.reducer_state import Kind
+from hvd_gradcomp.checkpoint.reducer_state import Collectives
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.torch import reducer_state, safetensors_file
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
@@ -28,31 +28,22 @@ from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer
 def save(reducer: Reducer, mode: str = "sharded") -> dict[str, Any]:
     """Return the exchange's state: this rank's, or if "consolidated", of all; then all call it."""
     checkpoint_files.check_mode(mode)
-    return reducer_state.save(reducer, _Collectives() if mode == "consolidated" else None)
+    return reducer_state.save(reducer, _COLLECTIVES if mode == "consolidated" else None)
 
 
-class _Collectives:
-    """Horovod's collectives; see `checkpoint.reducer_state.Collectives`."""
+def _total(x: torch.Tensor, name: str, group: Any) -> torch.Tensor:
+    wide = x.double() if x.is_floating_point() else x.clone()
+    total = comm_horovod.allreduce(wide.reshape(-1), name, group).wait()
+    return total.view(x.shape).to(x.dtype)
 
-    def total(self, x: torch.Tensor, counts: bool, name: str, group: Any) -> torch.Tensor:
-        x = x if counts else torch.zeros_like(x)
-        wide = x.double() if x.is_floating_point() else x.clone()
-        total = comm_horovod.allreduce(wide.reshape(-1), name, group).wait()
-        return total.view(x.shape).to(x.dtype)
 
-    def kind(self, x: torch.Tensor) -> Kind:
-        return list(x.shape), str(x.dtype).partition(".")[2]
+def _broadcast(x: torch.Tensor, name: str, group: Any, root: int) -> torch.Tensor:
+    data = x.contiguous().reshape(-1).view(torch.uint8)
+    received = comm_horovod.broadcast(data, root, name, group).wait()
+    return received.view(x.dtype).view(x.shape)
 
-    def gather_kinds(self, kinds: dict[str, Kind], name: str, group: Any) -> list[dict[str, Kind]]:
-        return gather_objects(kinds, dict[str, tuple[list[int], str]], name, group)
 
-    def broadcast(
-        self, x: torch.Tensor | None, kind: Kind, root: int, name: str, group: Any
-    ) -> torch.Tensor:
-        shape, dtype = kind
-        x = torch.zeros(shape, dtype=getattr(torch, dtype)) if x is None else x.contiguous()
-        data = comm_horovod.broadcast(x.reshape(-1).view(torch.uint8), root, name, group).wait()
-        return data.view(x.dtype).view(shape)
+_COLLECTIVES = Collectives(_total, gather_objects, _broadcast)
 
 
 # -- the way back --------------------------------------------------------------------------------

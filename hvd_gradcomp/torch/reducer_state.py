@@ -7,7 +7,7 @@ in the same way: see `checkpoint.reducer_state` for the tensors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +70,7 @@ def save(reducer: Reducer, collectives: Collectives | None = None) -> dict[str, 
     if collectives is not None:
         title = f"{planner.name}.counters.consolidated"
         numbers = torch.tensor([*counters, *counts], device="cpu")
-        numbers = collectives.total(numbers, True, title, participants.process_set)
+        numbers = collectives.total(numbers, title, participants.process_set)
         counters, counts = numbers[: len(counters)].tolist(), numbers[len(counters) :].tolist()
     layouts = [bucket.layout for bucket in reducer.buckets]
     saved = schema.describe(planner.compressor, layouts, reducer.steps)
@@ -95,8 +95,12 @@ def _packed(
     tensors = {path: x.detach().clone() for path, x in leaves(bucket.state)}
     if collectives is None:
         return tensors
+
+    def zeros(shape: Sequence[int], dtype: str) -> torch.Tensor:
+        return torch.zeros(shape, dtype=getattr(torch, dtype), device=bucket.flat.device)
+
     where = bucket.name, reducer.steps, bucket.leader, reducer.participants
-    return reducer_state.consolidate(bucket.compressor, tensors, *where, collectives)
+    return reducer_state.consolidate(bucket.compressor, tensors, *where, collectives, zeros)
 
 
 def load(reducer: Reducer, saved: dict[str, Any], remedies: Remedies) -> None:
