@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvd_gradcomp.ops import LOGGER, NonFiniteGradientError, PayloadError, Tensor
 from hvd_gradcomp.ops.tensorflow.base import ASSERTION, Base, assertion
+from hvd_gradcomp.ops.tensorflow.kernels import integer
 
 
 class HostControl(Base):
@@ -46,7 +47,7 @@ class HostControl(Base):
     def pick(self, condition: Any, x: Any, y: Any) -> Any:
         if isinstance(condition, bool):
             return x if condition else y
-        return tf.where(condition, tf.cast(x, tf.int64), tf.cast(y, tf.int64))
+        return tf.where(condition, integer(x), integer(y))
 
     def bisect(self, ascending: Sequence[int], x: Any) -> Any:
         if isinstance(x, int):
