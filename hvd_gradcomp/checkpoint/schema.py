@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from hvd_gradcomp.core.compressor import Compressor, State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.learned import owner_of
 from hvd_gradcomp.ops import Ops, Tensor
 
 FORMAT = 4  # of a saved state; changes when its tensors, or their meaning, change
@@ -88,7 +89,7 @@ def source_of(
     compressor: Compressor, path: str, steps: int, mode: str, saver: int, rank: int
 ) -> Source:
     """Return the source of a state's tensor, by its path, on the rank that loads it."""
-    owner = compressor.owner(path, steps)
+    owner = owner_of(compressor, path, steps)
     if is_replicated(compressor, path):
         return Source.SAVED
     if mode == "sharded":

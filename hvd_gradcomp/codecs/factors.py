@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.compressor import Compressor, Report
+from hvd_gradcomp.core.compressor import Report
+from hvd_gradcomp.core.handover import Handover
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -36,7 +37,7 @@ class Matrix(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FactorCompressor(Clipping, Compressor):
+class FactorCompressor(Clipping, Handover):
     """Base of the two methods; see their classes for the arguments."""
 
     rank: int = 4

@@ -23,6 +23,7 @@ from hvd_gradcomp.checkpoint import files, schema
 from hvd_gradcomp.checkpoint.files import Ranks, Takeover
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core.compressor import is_replicated, leaves
+from hvd_gradcomp.core.learned import owner_of
 from hvd_gradcomp.tensorflow.buckets import Bucket
 from hvd_gradcomp.tensorflow.checkpoint_barrier import barrier
 from hvd_gradcomp.tensorflow.comm import gather_objects
@@ -288,7 +289,7 @@ def _state(reducer: GraphReducer, number: int, bucket: Bucket, mode: str) -> Arr
         if mode == "sharded" or is_replicated(bucket.compressor, path):
             state[path] = _array(variable)
             continue
-        owner = bucket.compressor.owner(path, steps)
+        owner = owner_of(bucket.compressor, path, steps)
         counts = owner in (None, participants.rank_and_size[0])
         among = participants.among(None)
         state[path] = _summed(reducer, f"{number}.{path}", variable, among, counts)

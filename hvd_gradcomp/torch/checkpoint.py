@@ -15,6 +15,7 @@ from hvd_gradcomp.checkpoint import schema
 from hvd_gradcomp.checkpoint.files import Ranks, Takeover
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core.compressor import State, is_replicated, leaves
+from hvd_gradcomp.core.learned import owner_of
 from hvd_gradcomp.torch import safetensors_file
 from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.bucketing import Plan
@@ -63,7 +64,7 @@ def _state(reducer: Reducer, bucket: Bucket, mode: str) -> dict[str, torch.Tenso
         if mode == "sharded" or is_replicated(one, path):
             state[path] = x.detach().clone()
             continue
-        owner = one.owner(path, reducer.steps)
+        owner = owner_of(one, path, reducer.steps)
         if owner not in (None, reducer.participants.rank_and_size[0]):
             x = torch.zeros_like(x)
         state[path] = _summed(f"{bucket.name}.{path}", x, reducer.participants.among(None))

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.core.compressor import State, is_replicated, leaves, with_leaves
+from hvd_gradcomp.core.handover import residual_of
+from hvd_gradcomp.core.learned import owner_of
 from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.reducer import Reducer
 
@@ -23,7 +25,7 @@ def squares(reducer: Reducer) -> float:
     """Return the sum of squares of this rank's residuals."""
     total = 0.0
     for bucket in reducer.buckets:
-        residual = bucket.compressor.residual(bucket.state)
+        residual = residual_of(bucket.compressor, bucket.state)
         if residual is not None:
             total += float(residual.double().square().sum())
     return total
@@ -98,7 +100,7 @@ def own_sums(bucket: Bucket, step: int) -> dict[str, torch.Tensor]:
         for path, x in leaves(bucket.state)
         if not is_replicated(one, path)
         and path not in one.reset_on_merge
-        and one.owner(path, step) is None
+        and owner_of(one, path, step) is None
         and x.is_floating_point()
     }
 
