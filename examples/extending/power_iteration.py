@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from hvd_gradcomp import Compressor
 from hvd_gradcomp.core import patterns, validate
 from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.core.compressor import Report
+from hvd_gradcomp.core.handover import Handover
 from hvd_gradcomp.ops import Tensor
 
 
@@ -22,7 +22,7 @@ class Iteration(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PowerIterationCompressor(Compressor):
+class PowerIterationCompressor(Handover):
     """Sends two thin factors of each layer's matrix, and keeps what they miss for later.
 
     A layer is a matrix M [rows, columns], with its outputs as rows. The ranks add up `M q`, whose

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from hvd_gradcomp import Compressor
 from hvd_gradcomp.core import patterns, validate
 from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.core.compressor import Report
+from hvd_gradcomp.core.handover import Handover
 from hvd_gradcomp.ops import Tensor
 
 
@@ -21,7 +21,7 @@ class Kept(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RandomStretchCompressor(Compressor):
+class RandomStretchCompressor(Handover):
     """Sends one element of each stretch of a layer, and keeps the others for later.
 
     All ranks draw the same places from the step and a seed, so no index travels, and what is sent

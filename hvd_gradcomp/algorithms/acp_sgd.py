@@ -9,11 +9,11 @@ from typing import Any
 from hvd_gradcomp.codecs.factors import (
     FactorCompressor,
     Factors,
-    cut,
-    flat,
-    others,
+    as_matrices,
+    between_matrices,
+    concat_matrices,
+    split_matrices,
     transposed,
-    whole,
 )
 from hvd_gradcomp.core import patterns
 from hvd_gradcomp.core.collectives import Allreduce, Switch
@@ -49,38 +49,43 @@ class ACPSGDCompressor(FactorCompressor):
 
     def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
         """Return the mean of even and odd steps, which send one factor each."""
-        left, right, rest = self.sizes(layout)
-        mean = 4.0 * ((left + right) / 2 + rest + 1)
+        p_size, q_size, uncompressed = self.sizes(layout)
+        mean = 4.0 * ((p_size + q_size) / 2 + uncompressed + 1)
         return Exchange("factors", (("allreduce", mean),))
 
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Factors, **extra: Tensor
     ) -> Program:
-        layout, found = context.layout, self.matrices(context.layout)
+        layout, layers = context.layout, self.matrices(context.layout)
         gradient, _ = self.clipped(ops, context, gradient, extra)
         finite, gradient = patterns.check_storable(ops, gradient)
-        there = ops.accumulate(gradient, state.r)
-        matrices, rest = whole(ops, there, found), others(ops, there, found, layout.size)
-        tall = [(m.rows, m.rank) for m in found]
-        wide = [(m.columns, m.rank) for m in found]
+        gradient = ops.accumulate(gradient, state.r)
+        matrices = as_matrices(ops, gradient, layers)
+        uncompressed = between_matrices(ops, gradient, layers, layout.size)
+        p_shapes = [(m.rows, m.rank) for m in layers]
+        q_shapes = [(m.columns, m.rank) for m in layers]
         poison = patterns.poison(ops, finite)
 
-        def exchange(left: bool) -> Generator[Any, Any, tuple[Tensor, ...]]:
-            kept, shapes = (state.q, wide) if left else (state.p, tall)
-            fixed = [ops.orthogonalize(x) for x in cut(ops, kept, shapes)]
-            turned = matrices if left else [transposed(ops, m) for m in matrices]
-            own = [ops.matmul(m, x) for m, x in zip(turned, fixed)]
-            message = ops.concat([flat(ops, own), *rest, poison])
+        def exchange(sends_p: bool) -> Generator[Any, Any, tuple[Tensor, ...]]:
+            """Send one factor; the other, of the last step, is orthonormalized and fixed."""
+            last, shapes = (state.q, q_shapes) if sends_p else (state.p, p_shapes)
+            fixed = [ops.orthogonalize(x) for x in split_matrices(ops, last, shapes)]
+            operands = matrices if sends_p else [transposed(ops, m) for m in matrices]
+            factors = [ops.matmul(m, x) for m, x in zip(operands, fixed)]
+            own = concat_matrices(ops, factors)
+            message = ops.concat([own, *uncompressed, poison])
             total = yield Allreduce(message, context.prescale, context.postscale)
             total = patterns.strip_poison(ops, total)
-            size = sum(rows * rank for rows, rank in (tall if left else wide))
-            other, ours, mean = flat(ops, fixed), flat(ops, own), total[:size]
-            own_pair, mean_pair = (ours, other), (mean, other)
-            if not left:
-                own_pair, mean_pair = (other, ours), (other, mean)
-            r, result = ops.expand_factors(there, state.r, found, own_pair, mean_pair, total[size:])
+            size = sum(rows * rank for rows, rank in (p_shapes if sends_p else q_shapes))
+            other, mean = concat_matrices(ops, fixed), total[:size]
+            own_pair, mean_pair = (own, other), (mean, other)
+            if not sends_p:
+                own_pair, mean_pair = (other, own), (other, mean)
+            r, result = ops.expand_factors(
+                gradient, state.r, layers, own_pair, mean_pair, total[size:]
+            )
             return result, r, *mean_pair
 
-        ways = [lambda: exchange(True), lambda: exchange(False)]
-        result, r, p, q = yield Switch(context.step % 2, ways)
+        branches = [lambda: exchange(sends_p=True), lambda: exchange(sends_p=False)]
+        result, r, p, q = yield Switch(context.step % 2, branches)
         return result, Factors(r, ops.overwrite(state.p, p), ops.overwrite(state.q, q))

@@ -19,15 +19,14 @@ from hvd_gradcomp.codecs import owners
 from hvd_gradcomp.codecs.elias_fano import EliasFano, low_bits
 from hvd_gradcomp.codecs.owners import Message
 from hvd_gradcomp.codecs.sparse import SparseCompressor
-from hvd_gradcomp.codecs.threshold import ThresholdCompressor
-from hvd_gradcomp.codecs.topk import TopKCompressor
 from hvd_gradcomp.codecs.values import VALUES, ValueCoding, ValueGroups
 from hvd_gradcomp.core import patterns, validate, wire
-from hvd_gradcomp.core.capacity import POLICIES, CapacitySchedule, CapacityState
+from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
 from hvd_gradcomp.core.collectives import Allgather, Switch
 from hvd_gradcomp.core.composite import Composite
-from hvd_gradcomp.core.compressor import Compressor, Context, Correction, Program, Report
-from hvd_gradcomp.core.cost_model import Exchange, dense_exchange, volume
+from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
+from hvd_gradcomp.core.cost_model import Exchange, dense_exchange, two_shot_exchange, volume
+from hvd_gradcomp.core.handover import Correction, Handover
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
@@ -51,7 +50,7 @@ class BalancedState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Balanced(Composite):
+class Balanced(Composite, Handover):
     """Balanced exchange of what a sparse method sends; made by `balanced`."""
 
     inner: Compressor
@@ -95,10 +94,10 @@ class Balanced(Composite):
 
     @property
     def correction(self) -> Correction | None:
-        return self.inner.correction
+        return self.method.correction
 
     def corrected(self, momentum: float, nesterov: bool) -> Compressor:
-        return replace(self, inner=self.inner.corrected(momentum, nesterov))
+        return replace(self, inner=self.method.corrected(momentum, nesterov))
 
     # -- sizes ---------------------------------------------------------------------------------
 
@@ -120,19 +119,15 @@ class Balanced(Composite):
     def two_shot(self, layout: Layout, count: int, ranks: int) -> Exchange:
         """Return the exchange of so many elements by owners."""
         parts = Message.of(layout, self.room(count, ranks), self.coding, _NO_GROUPS).parts()
-        shard = float(wire.packed_bytes(parts))
-        return Exchange("two_shot", (("alltoall", ranks * shard), ("allgather", shard)))
+        return two_shot_exchange(float(wire.packed_bytes(parts)), ranks)
 
     def exchange_of(self, layout: Layout, ranks: int) -> Exchange | None:
         capacities = self.schedule(layout, ranks).capacities
-        method, level = self.inner, 0
-        if isinstance(method, TopKCompressor):  # that says how many it sends
-            level = bisect_left(capacities, method.capacities(layout)[0])
+        stated = self.method.capacities(layout)
+        level = bisect_left(capacities, stated[0]) if stated else 0
         if level == len(capacities):
             return dense_exchange(layout.elements, wire.HEADER_BYTES)
-        if isinstance(method, TopKCompressor):
-            return self.two_shot(layout, capacities[level], ranks)
-        return None
+        return self.two_shot(layout, capacities[level], ranks) if stated else None
 
     def schedule(self, layout: Layout, ranks: int) -> CapacitySchedule:
         """Return the numbers of elements to choose; above them a sum of all moves fewer bytes."""
@@ -166,9 +161,8 @@ class Balanced(Composite):
     # -- one step ------------------------------------------------------------------------------
 
     def start(self, ops: Ops, layout: Layout, ranks: int) -> BalancedState:
-        schedule, level = self.schedule(layout, ranks), None
-        if isinstance(self.inner, TopKCompressor):  # that says how many it sends
-            level = bisect_left(schedule.capacities, self.inner.capacity(layout))
+        schedule, stated = self.schedule(layout, ranks), self.method.capacities(layout)
+        level = bisect_left(schedule.capacities, stated[-1]) if stated else None
         return BalancedState(
             self.inner.start(ops, layout, 1),
             ops.zeros((layout.size,)),
@@ -227,18 +221,18 @@ class Balanced(Composite):
         """Exchange the largest elements of the residual by owners."""
         layout, ranks = context.layout, context.size
         message = self.message(ops, layout, ranks, level)
-        most = self.schedule(layout, ranks).capacities[-1]
-        given = ops, context, gradient, state.r, state.hint, level.capacity, most
-        chosen = owners.choose(*given)
+        largest = self.schedule(layout, ranks).capacities[-1]
+        chosen = owners.choose(ops, context, gradient, state.r, state.hint, level.capacity, largest)
         try:
-            sends = ops, context, message, header, chosen.elements, state.knots
-            done = yield from owners.exchange(*sends)
+            done = yield from owners.exchange(
+                ops, context, message, header, chosen.elements, state.knots
+            )
         except (PayloadError, NonFiniteGradientError):
             ops.overwrite(state.r, chosen.there)  # the method has sent it, and nobody has it
             raise
-        result = owners.commit(ops, context, chosen.there, state.r, done.sent, done.left)
-        memory, r, per_layer = result
-        total = ops.clear_last(ops.add_at(ops.clear(memory), *done.total))
+        total, r, per_layer = owners.commit(
+            ops, context, chosen.there, state.r, done.sent, [done.total], done.left
+        )
         sent, capacity = state.sent + per_layer, patterns.needing(ops, state.capacity, done.header)
         state = BalancedState(state.inner, r, done.knots, capacity, sent, chosen.hint)
         return total, state
@@ -271,12 +265,12 @@ class Balanced(Composite):
         return Report([int(n) for n in state.sent], self.residual(state), rung_changes=changes)
 
     def residual(self, state: BalancedState) -> Tensor:
-        return state.r + self.inner.residual(state.inner)
+        return state.r + self.method.residual(state.inner)
 
     def inherit(
         self, ops: Ops, state: BalancedState, gradient: Tensor, residual: Tensor
     ) -> tuple[BalancedState, Tensor]:
-        inner, whole = self.inner.inherit(ops, state.inner, gradient, residual)
+        inner, whole = self.method.inherit(ops, state.inner, gradient, residual)
         return state._replace(inner=inner), whole
 
 
@@ -289,9 +283,7 @@ def _schedule(codec: Balanced, layout: Layout, ranks: int) -> CapacitySchedule:
         two_shot = codec.two_shot(layout, middle, ranks)
         fits = two_shot.received(ranks) < dense or ranks == 1
         low, high = (middle, high) if fits else (low, middle - 1)
-    method = codec.method
-    policy = POLICIES[method.capacity if isinstance(method, ThresholdCompressor) else "largest"]
-    return CapacitySchedule.up_to(low + 1, summed=True, policy=policy)
+    return CapacitySchedule.up_to(low + 1, summed=True, policy=codec.method.policy)
 
 
 @lru_cache(maxsize=64)

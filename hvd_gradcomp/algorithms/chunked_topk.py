@@ -15,8 +15,9 @@ from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.codecs.values import VALUES, Stretch, ValueCoding, ValueGroups
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.collectives import Allgather, Alltoall
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
-from hvd_gradcomp.core.cost_model import Exchange, cheapest, dense_exchange
+from hvd_gradcomp.core.compressor import Context, Program, Report
+from hvd_gradcomp.core.cost_model import Exchange, cheapest, dense_exchange, two_shot_exchange
+from hvd_gradcomp.core.handover import Handover
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -83,7 +84,7 @@ class Body:
 
 
 @dataclass(frozen=True)
-class ChunkedTopKCompressor(Clipping, Compressor):
+class ChunkedTopKCompressor(Clipping, Handover):
     """Sends the k largest elements of each chunk, in a few bits (Sarfi et al. 2025).
 
     Each step: `r = decay * r + g`. A bucket is cut into chunks of `chunk` neighbours, across the
@@ -187,8 +188,7 @@ class ChunkedTopKCompressor(Clipping, Compressor):
 
         The mean over contributors needs to know who sent what, so it goes by allgather.
         """
-        shard = float(self.shard_bytes(layout, ranks))
-        two_shot = Exchange("two_shot", (("alltoall", ranks * shard), ("allgather", shard)))
+        two_shot = two_shot_exchange(float(self.shard_bytes(layout, ranks)), ranks)
         if self.exchange == "two_shot":
             return two_shot
         gathered = Exchange("allgather", (("allgather", float(self.payload_bytes(layout))),))

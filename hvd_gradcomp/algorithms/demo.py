@@ -14,8 +14,9 @@ from hvd_gradcomp.codecs.elias_fano import EliasFano
 from hvd_gradcomp.codecs.values import VALUES, Stretch, ValueCoding, ValueGroups
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.collectives import Allgather
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
+from hvd_gradcomp.core.compressor import Context, Program, Report
 from hvd_gradcomp.core.cost_model import Exchange
+from hvd_gradcomp.core.handover import Handover
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -48,7 +49,7 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class DeMoCompressor(Clipping, Compressor):
+class DeMoCompressor(Clipping, Handover):
     """Sends the largest components of the momentum, transformed tile by tile (Peng et al. 2024).
 
     Each step: `m = beta * m + g`. Each layer, as a matrix with its outputs as rows, is cut into

@@ -45,6 +45,7 @@ class FP16Compressor(LinearCompressor):
     FP16Compressor()
     """
 
+    is_quantizer = True
     itemsize = 2
     native_dtypes = frozenset({"float16", "float32", "float64"})
 

@@ -24,6 +24,7 @@ from typing import Any
 from hvd_gradcomp.algorithms.chunked_topk import ChunkedTopKCompressor
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.handover import correction_of
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 
@@ -73,7 +74,7 @@ def warn_without_warmup(momentum: float, compressor: Compressor, warmup_steps: i
         compressor: of the pseudogradients, which may apply a momentum in its place.
         warmup_steps: dense first steps.
     """
-    applied = momentum or (compressor.correction or (0.0, False))[0]
+    applied = momentum or (correction_of(compressor) or (0.0, False))[0]
     if applied and not warmup_steps:
         LOGGER.warning(
             "an outer momentum of %g with warmup_steps=0: a model that was not trained before can "

@@ -11,13 +11,14 @@ from typing import NamedTuple
 from hvd_gradcomp.codecs import owners
 from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.elias_fano import EliasFano
-from hvd_gradcomp.codecs.owners import Chosen, Message
+from hvd_gradcomp.codecs.owners import Chosen, Elements, Message
 from hvd_gradcomp.codecs.quantized import EXCHANGES
 from hvd_gradcomp.codecs.topk import count_of
 from hvd_gradcomp.codecs.values import VALUES, ValueCoding, ValueGroups
 from hvd_gradcomp.core import patterns, validate, wire
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
-from hvd_gradcomp.core.cost_model import Exchange, cheapest, dense_exchange
+from hvd_gradcomp.core.compressor import Context, Program, Report
+from hvd_gradcomp.core.cost_model import Exchange, cheapest, dense_exchange, two_shot_exchange
+from hvd_gradcomp.core.handover import Handover
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -32,7 +33,7 @@ class OkTopKState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OkTopKCompressor(Clipping, Compressor):
+class OkTopKCompressor(Clipping, Handover):
     """Top-k of which each rank owns a region: it adds up and chooses again (Li and Hoefler 2022).
 
     Each step: `r += g`; each rank chooses the `k = max(1, round(n * density))` largest `|r|` of a
@@ -127,9 +128,7 @@ class OkTopKCompressor(Clipping, Compressor):
         return wire.packed_bytes(self.message(layout, self.room(layout, ranks)).parts())
 
     def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
-        shard = float(self.shard_bytes(layout, ranks))
-        by_owners = ("alltoall", ranks * shard), ("allgather", shard)
-        two_shot = Exchange("two_shot", by_owners)
+        two_shot = two_shot_exchange(float(self.shard_bytes(layout, ranks)), ranks)
         if self.exchange == "two_shot":
             return two_shot
         gathered = Exchange("allgather", (("allgather", float(self.payload_bytes(layout))),))
@@ -171,24 +170,24 @@ class OkTopKCompressor(Clipping, Compressor):
         k = self.count(context.layout)
         message, elements = self.message(context.layout, k), chosen.elements.as_row(ops)
         _, every, sent = yield from message.gather(ops, context, header, elements, ops.words((k,)))
-        given = ops, context, chosen.there, state.r, sent.flat(ops)
-        memory, r, per_layer = owners.commit(*given)
-        total = ops.clear(memory)
-        for rank in range(context.size):
-            total = ops.add_at(total, every.index[rank], every.values[rank])
-        state = state._replace(r=r, sent=state.sent + per_layer, hint=chosen.hint)
-        return ops.clear_last(total), state
+        ranks = range(context.size)
+        received = [Elements(every.index[rank], every.values[rank]) for rank in ranks]
+        total, r, per_layer = owners.commit(
+            ops, context, chosen.there, state.r, sent.flat(ops), received
+        )
+        return total, state._replace(r=r, sent=state.sent + per_layer, hint=chosen.hint)
 
     def two_shot(
         self, ops: Ops, context: Context, header: wire.Header, chosen: Chosen, state: OkTopKState
     ) -> Program:
         """Add up the elements of each region at its owner, and gather the largest of the sums."""
         message = self.message(context.layout, self.room(context.layout, context.size))
-        given = ops, context, message, header, chosen.elements, state.knots
-        done = yield from owners.exchange(*given)
-        given = ops, context, chosen.there, state.r, done.sent, done.left
-        memory, r, per_layer = owners.commit(*given)
-        total = ops.clear_last(ops.add_at(ops.clear(memory), *done.total))
+        done = yield from owners.exchange(
+            ops, context, message, header, chosen.elements, state.knots
+        )
+        total, r, per_layer = owners.commit(
+            ops, context, chosen.there, state.r, done.sent, [done.total], done.left
+        )
         return total, OkTopKState(r, done.knots, state.sent + per_layer, chosen.hint)
 
     def dense(self, ops: Ops, context: Context, gradient: Tensor, state: OkTopKState) -> Program:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from hvd_gradcomp.codecs.factors import (
     FactorCompressor,
     Factors,
-    cut,
-    flat,
-    others,
+    as_matrices,
+    between_matrices,
+    concat_matrices,
+    split_matrices,
     transposed,
-    whole,
 )
 from hvd_gradcomp.core import patterns
 from hvd_gradcomp.core.collectives import Allreduce
@@ -53,35 +53,38 @@ class PowerSGDCompressor(FactorCompressor):
     """
 
     def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
-        left, right, rest = self.sizes(layout)
-        sizes = [left + rest + 1, *([right] if right else [])]
+        p_size, q_size, uncompressed = self.sizes(layout)
+        sizes = [p_size + uncompressed + 1, *([q_size] if q_size else [])]
         return Exchange("factors", tuple(("allreduce", 4.0 * size) for size in sizes))
 
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Factors, **extra: Tensor
     ) -> Program:
-        layout, found = context.layout, self.matrices(context.layout)
+        layout, layers = context.layout, self.matrices(context.layout)
         gradient, _ = self.clipped(ops, context, gradient, extra)
         finite, gradient = patterns.check_storable(ops, gradient)
-        there = ops.accumulate(gradient, state.r)
-        matrices, rest = whole(ops, there, found), others(ops, there, found, layout.size)
+        gradient = ops.accumulate(gradient, state.r)
+        matrices = as_matrices(ops, gradient, layers)
+        uncompressed = between_matrices(ops, gradient, layers, layout.size)
 
-        q = cut(ops, state.q, [(m.columns, m.rank) for m in found])
-        own = [flat(ops, [ops.matmul(m, x) for m, x in zip(matrices, q)]), *rest]
-        own = ops.concat([*own, patterns.poison(ops, finite)])
-        total = yield Allreduce(own, context.prescale, context.postscale)
+        q = split_matrices(ops, state.q, [(m.columns, m.rank) for m in layers])
+        own_p = concat_matrices(ops, [ops.matmul(m, x) for m, x in zip(matrices, q)])
+        message = ops.concat([own_p, *uncompressed, patterns.poison(ops, finite)])
+        total = yield Allreduce(message, context.prescale, context.postscale)
         total = patterns.strip_poison(ops, total)  # raises on all ranks, and the state is as it was
-        ends = sum(m.rows * m.rank for m in found)
-        p = cut(ops, total[:ends], [(m.rows, m.rank) for m in found])
+        p_size, _, _ = self.sizes(layout)
+        mean_p, mean_uncompressed = total[:p_size], total[p_size:]
+        p = split_matrices(ops, mean_p, [(m.rows, m.rank) for m in layers])
         p = [ops.orthogonalize(x) for x in p]
-        between = total[ends:]
 
-        own = flat(ops, [ops.matmul(transposed(ops, m), x) for m, x in zip(matrices, p)])
-        total = own
-        if found:
-            total = yield Allreduce(own * 1.0, context.prescale, context.postscale)
-            total = patterns.check_sum(ops, total)
-        left = flat(ops, p)
-        factors = (left, own), (left, total)
-        r, result = ops.expand_factors(there, state.r, found, *factors, between)
-        return result, Factors(r, ops.overwrite(state.p, left), ops.overwrite(state.q, total))
+        own_q = [ops.matmul(transposed(ops, m), x) for m, x in zip(matrices, p)]
+        own_q = mean_q = concat_matrices(ops, own_q)
+        if layers:
+            # A copy is sent: the rank's own Q is needed for what its factors miss.
+            mean_q = yield Allreduce(own_q * 1.0, context.prescale, context.postscale)
+            mean_q = patterns.check_sum(ops, mean_q)
+        all_p = concat_matrices(ops, p)
+        r, mean = ops.expand_factors(
+            gradient, state.r, layers, (all_p, own_q), (all_p, mean_q), mean_uncompressed
+        )
+        return mean, Factors(r, ops.overwrite(state.p, all_p), ops.overwrite(state.q, mean_q))

@@ -11,14 +11,15 @@ from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.core import patterns, validate
 from hvd_gradcomp.core.collectives import Allreduce
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
+from hvd_gradcomp.core.compressor import Context, Program, Report
 from hvd_gradcomp.core.cost_model import Exchange
+from hvd_gradcomp.core.handover import Handover
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 
 @dataclass(frozen=True)
-class RandomKCompressor(Clipping, Compressor):
+class RandomKCompressor(Clipping, Handover):
     """Sends one random element of each stretch of a layer (Stich et al. 2018, section 2).
 
     All ranks draw the same places from the step and a seed, so no index travels, and what is sent

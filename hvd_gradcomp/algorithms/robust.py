@@ -22,6 +22,7 @@ from hvd_gradcomp.core.collectives import Allgather
 from hvd_gradcomp.core.composite import Composite
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
 from hvd_gradcomp.core.cost_model import Exchange
+from hvd_gradcomp.core.handover import Handover, inherited, residual_of
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.wire import NOT_FINITE
@@ -39,7 +40,7 @@ class RobustState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Robust(Composite):
+class Robust(Composite, Handover):
     """Robust aggregation of what a compressor sends; made by `robust`."""
 
     inner: Compressor
@@ -164,12 +165,12 @@ class Robust(Composite):
         return _mean(ordered[self.trim : len(parts) - self.trim] or ordered)
 
     def residual(self, state: RobustState) -> Tensor | None:
-        return self.inner.residual(state.inner)
+        return residual_of(self.inner, state.inner)
 
     def inherit(
         self, ops: Ops, state: RobustState, gradient: Tensor, residual: Tensor
     ) -> tuple[RobustState, Tensor]:
-        inner, whole = self.inner.inherit(ops, state.inner, gradient, residual)
+        inner, whole = inherited(self.inner, ops, state.inner, gradient, residual)
         return RobustState(inner), whole
 
     def report(self, layout: Layout, state: RobustState, steps: int, since: int = 0) -> Report:

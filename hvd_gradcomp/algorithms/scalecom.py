@@ -14,8 +14,9 @@ from hvd_gradcomp.codecs.topk import BodySpec, form_of
 from hvd_gradcomp.codecs.values import VALUES
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.collectives import Allgather, Allreduce
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
+from hvd_gradcomp.core.compressor import Context, Program, Report
 from hvd_gradcomp.core.cost_model import Exchange, cheapest, dense_exchange, volume
+from hvd_gradcomp.core.handover import Handover
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.kernel_params import Form
@@ -30,7 +31,7 @@ class ScaleComState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ScaleComCompressor(Clipping, Compressor):
+class ScaleComCompressor(Clipping, Handover):
     """CLT-k: all ranks send their values at the leader's top-k indices (Chen et al. 2020).
 
     The leader of step t is rank `t mod size`. It chooses the `k = max(1, round(n * density))`

@@ -10,7 +10,14 @@ from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.collectives import Switch
 from hvd_gradcomp.core.composite import Composite
-from hvd_gradcomp.core.compressor import Compressor, Context, Correction, Program, Report, derived
+from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report, derived
+from hvd_gradcomp.core.handover import (
+    Correction,
+    Handover,
+    correction_of,
+    inherited,
+    residual_of,
+)
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
@@ -24,7 +31,7 @@ class MomentumState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MomentumAfter(Composite):
+class MomentumAfter(Composite, Handover):
     """Momentum on the exchanged mean, for layers whose compressor does not correct it.
 
     If the optimizer has handed its momentum over, these layers apply it here: `u = m*u + mean`, and
@@ -86,7 +93,7 @@ class MomentumAfter(Composite):
         return state._replace(velocity=velocity)
 
     def residual(self, state: MomentumState) -> Tensor | None:
-        return self.inner.residual(state.inner)
+        return residual_of(self.inner, state.inner)
 
     def report(self, layout: Layout, state: MomentumState, steps: int, since: int = 0) -> Report:
         return self.inner.report(layout, state.inner, steps, since)
@@ -100,7 +107,7 @@ class AfterState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class After(Composite):
+class After(Composite, Handover):
     """Two phases; made by `after`."""
 
     steps: int
@@ -123,7 +130,7 @@ class After(Composite):
 
     @property
     def correction(self) -> Correction | None:
-        return self.then.correction or self.first.correction
+        return correction_of(self.then) or correction_of(self.first)
 
     def corrected(self, momentum: float, nesterov: bool) -> Compressor:
         both = (corrected(c, momentum, nesterov) for c in (self.first, self.then))
@@ -148,12 +155,12 @@ class After(Composite):
 
         def then(inherits: bool) -> Program:
             start, whole = state.then, gradient
-            if inherits:
+            if inherits and isinstance(self.first, Handover):
                 residual = self.first.residual(state.first)
                 if residual is not None:
-                    start, whole = self.then.inherit(ops, start, whole, residual)
+                    start, whole = inherited(self.then, ops, start, whole, residual)
                 velocity = self.first.velocity(state.first)
-                if velocity is not None:
+                if velocity is not None and isinstance(self.then, Handover):
                     # Copy: a program may write to its state, and the first phase owns this tensor.
                     start = self.then.with_velocity(start, velocity * 1)
             program = self.then.aggregate(
@@ -166,11 +173,12 @@ class After(Composite):
         return (yield Switch(phase, (before, lambda: then(True), lambda: then(False))))
 
     def velocity(self, state: AfterState) -> Tensor | None:
-        return self.first.velocity(state.first)
+        return self.first.velocity(state.first) if isinstance(self.first, Handover) else None
 
     def with_velocity(self, state: AfterState, velocity: Tensor) -> AfterState:
-        first = self.first.with_velocity(state.first, velocity)
-        return state._replace(first=first)
+        if not isinstance(self.first, Handover):
+            return state
+        return state._replace(first=self.first.with_velocity(state.first, velocity))
 
     def report(self, layout: Layout, state: AfterState, steps: int, since: int = 0) -> Report:
         boundary = self.steps
@@ -224,7 +232,7 @@ def part(what: str, compressor: Any) -> Compressor:
 
 def corrected(compressor: Compressor, momentum: float, nesterov: bool) -> Compressor:
     """Return a compressor that corrects this momentum, or wrap it in `MomentumAfter`."""
-    if compressor.correction is not None:
+    if isinstance(compressor, Handover) and compressor.correction is not None:
         return compressor.corrected(momentum, nesterov)
     return MomentumAfter(compressor, momentum, nesterov) if momentum else compressor
 
@@ -246,7 +254,7 @@ def take_over(
     Raises:
         ValueError: the optimizer has no momentum to hand over, or a different one.
     """
-    if compressor.correction is None:
+    if not isinstance(compressor, Handover) or compressor.correction is None:
         return compressor, False
     momentum, nesterov = compressor.correction
     if momentum == 0:

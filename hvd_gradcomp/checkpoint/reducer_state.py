@@ -12,6 +12,7 @@ from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.core.compressor import Compressor, State, is_replicated, leaves, with_leaves
+from hvd_gradcomp.core.learned import owner_of
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.runtime.program_runner import Participants
 
@@ -61,7 +62,7 @@ def consolidate(
     among = participants.among(None)
     for path, x in tensors.items():
         if not is_replicated(compressor, path):
-            if compressor.owner(path, steps) not in (None, participants.rank_and_size[0]):
+            if owner_of(compressor, path, steps) not in (None, participants.rank_and_size[0]):
                 x = zeros(*_kind(x))
             state[path] = collectives.total(x, f"{name}.{path}.consolidated", among)
     place = participants.place
@@ -116,7 +117,7 @@ class Origin(NamedTuple):
 
 def source_of(compressor: Compressor, path: str, origin: Origin, rank: int) -> Source:
     """Return the source of a state's tensor, by its path, on the rank that loads it."""
-    owner = compressor.owner(path, origin.steps)
+    owner = owner_of(compressor, path, origin.steps)
     if is_replicated(compressor, path):
         return Source.SAVED
     if origin.mode == "sharded":

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from hvd_gradcomp.algorithms.dense import FP16Compressor, NoneCompressor
+from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.cli import advised, launching, options, output
 from hvd_gradcomp.cli.advised import EVERY, HOSTS
 from hvd_gradcomp.cli.bench import DENSE, about, warm_up_rounds
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
-from hvd_gradcomp.codecs.quantized import QuantizedCompressor
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.cost_model import Bucket, Dense, Link, Way
+from hvd_gradcomp.core.handover import takes_momentum
 from hvd_gradcomp.monitoring.probe import Reading
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.tuning import advice, fewer_exchanges
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from hvd_gradcomp.tuning.measure import Backward, Gradients
     from hvd_gradcomp.tuning.models import Model
 
-_GENTLE = (QuantizedCompressor, FP16Compressor)  # send every element, in fewer bits
 ANCHORS = (2, 4, 16)  # numbers of ranks to measure the work for, to interpolate others
 
 
@@ -232,7 +231,7 @@ def command(
         local = _local_steps([one.compressor for one, _ in everything], rows, pass_)
         content |= {"rows": rows, **_said(rows, verdict), "local_steps": local}
         content["takes_over"] = trained_with is None and any(
-            one.way.name == content["use"] and one.compressor.takes_momentum for one, _ in ways
+            one.way.name == content["use"] and takes_momentum(one.compressor) for one, _ in ways
         )
         output.report(json_path, content, advised.text(content, verdict))
         if png_path is not None:
@@ -414,9 +413,7 @@ def _advice(
         for (one, _), estimate in zip(found[1:], estimates[1:])
         if math.isfinite(one.elements)
     ]
-    quantizers = [
-        one.way.name for one, _ in found if gentle and isinstance(one.compressor, _GENTLE)
-    ]
+    quantizers = [one.way.name for one, _ in found if gentle and one.compressor.is_quantizer]
     return rows, advice.decide(sending, link.bandwidth, quantizers)
 
 

@@ -13,8 +13,6 @@ from hvd_gradcomp.cli import launching, options, output, style
 from hvd_gradcomp.cli.options import figure
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
-from hvd_gradcomp.codecs.threshold import ThresholdCompressor
-from hvd_gradcomp.core.composite import Composite
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.version import __version__
 from hvd_gradcomp.planning.description import brief
@@ -127,9 +125,7 @@ def command(
 
 def warm_up_rounds(compressor: Compressor) -> int:
     """Return the rounds until the compressor's payloads have their final size."""
-    if isinstance(compressor, Composite):
-        return max(warm_up_rounds(child) for child in compressor.children.values())
-    return WARM_UP if isinstance(compressor, ThresholdCompressor) else 3
+    return WARM_UP if compressor.sends_any_number else 3
 
 
 def about(horovod: Any, model_name: str) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.compressor import Compressor, Report
+from hvd_gradcomp.core.compressor import Report
+from hvd_gradcomp.core.handover import Handover
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
@@ -36,7 +37,7 @@ class Matrix(NamedTuple):
 
 
 @dataclass(frozen=True)
-class FactorCompressor(Clipping, Compressor):
+class FactorCompressor(Clipping, Handover):
     """Base of the two methods; see their classes for the arguments."""
 
     rank: int = 4
@@ -69,25 +70,28 @@ class FactorCompressor(Clipping, Compressor):
         return [Matrix(at, *shape) for at, shape in zip(layout.offsets, shapes) if shape]
 
     def sizes(self, layout: Layout) -> tuple[int, int, int]:
-        """Return the elements of all left factors, of all right ones, and between the matrices."""
+        """Return the sizes of all P, of all Q, and of what lies between the matrices."""
         matrices = self.matrices(layout)
-        left = sum(m.rows * m.rank for m in matrices)
-        right = sum(m.columns * m.rank for m in matrices)
-        return left, right, layout.size - sum(m.rows * m.columns for m in matrices)
+        p_size = sum(m.rows * m.rank for m in matrices)
+        q_size = sum(m.columns * m.rank for m in matrices)
+        return p_size, q_size, layout.size - sum(m.rows * m.columns for m in matrices)
 
     def layer_bytes(self, shape: Sequence[int]) -> float:
-        found = self.matrix(shape)
-        return 4 * prod(shape) if found is None else 4 * found[2] * (found[0] + found[1])
+        matrix = self.matrix(shape)
+        if matrix is None:
+            return 4 * prod(shape)
+        rows, columns, rank = matrix
+        return 4 * rank * (rows + columns)
 
     def init(self, ops: Ops, layout: Layout) -> Factors:
-        found = self.matrices(layout)
-        q = ops.uniform(ops.key(0, self.seed), sum(m.columns * m.rank for m in found)) - 0.5
-        p = ops.zeros((sum(m.rows * m.rank for m in found),))
+        p_size, q_size, _ = self.sizes(layout)
+        q = ops.uniform(ops.key(0, self.seed), q_size) - 0.5
+        p = ops.zeros((p_size,))
         return Factors(ops.zeros((layout.size,)), p, q)
 
     def report(self, layout: Layout, state: Factors, steps: int, since: int = 0) -> Report:
-        found = map(self.matrix, layout.with_outputs_first().shapes)
-        sent = [n if m is None else m[2] * (m[0] + m[1]) for n, m in zip(layout.sizes, found)]
+        matrices = map(self.matrix, layout.with_outputs_first().shapes)
+        sent = [n if m is None else m[2] * (m[0] + m[1]) for n, m in zip(layout.sizes, matrices)]
         return Report([count * (steps - since) for count in sent], state.r)
 
     def residual(self, state: Factors) -> Tensor:
@@ -100,7 +104,7 @@ class FactorCompressor(Clipping, Compressor):
         return state._replace(r=state.r + residual), gradient
 
 
-def whole(ops: Ops, x: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
+def as_matrices(ops: Ops, x: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
     """Return the matrices in a bucket's vector; [rows, columns] each."""
     return [
         ops.reshape(x[m.start : m.start + m.rows * m.columns], (m.rows, m.columns))
@@ -108,22 +112,22 @@ def whole(ops: Ops, x: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
     ]
 
 
-def others(ops: Ops, x: Tensor, matrices: Sequence[Matrix], size: int) -> list[Tensor]:
+def between_matrices(ops: Ops, x: Tensor, matrices: Sequence[Matrix], size: int) -> list[Tensor]:
     """Return what lies between the matrices, in order; one piece more than there are matrices."""
     ends = [0, *(m.start + m.rows * m.columns for m in matrices)]
     return [x[end:start] for end, start in zip(ends, [*(m.start for m in matrices), size])]
 
 
-def cut(ops: Ops, x: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+def split_matrices(ops: Ops, x: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Return the matrices of a vector that holds one after another."""
-    found, start = [], 0
+    matrices, start = [], 0
     for shape in shapes:
-        found.append(ops.reshape(x[start : start + prod(shape)], shape))
+        matrices.append(ops.reshape(x[start : start + prod(shape)], shape))
         start += prod(shape)
-    return found
+    return matrices
 
 
-def flat(ops: Ops, matrices: Sequence[Tensor]) -> Tensor:
+def concat_matrices(ops: Ops, matrices: Sequence[Tensor]) -> Tensor:
     """Return matrices as one vector."""
     pieces = [ops.reshape(matrix, (-1,)) for matrix in matrices]
     return ops.concat(pieces) if pieces else ops.zeros((0,))

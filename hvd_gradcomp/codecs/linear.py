@@ -34,7 +34,7 @@ class LinearCompressor(Compressor):
         """Decode the gradient, in the layout's dtype."""
 
     def in_halves(self, layout: Layout) -> bool:
-        """Return True if float32 or float16 elements are sent in half precision."""
+        """Return True if it sums float32 or float16 elements in half precision."""
         return self.itemsize == 2 or layout.dtype == "float16"
 
     def layer_bytes(self, shape: Sequence[int]) -> float:

@@ -14,7 +14,7 @@ the places of the result all ranks compute regions with as many elements each, f
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -139,19 +139,21 @@ def commit(
     there: Tensor,
     r: Tensor,
     sent: Elements,
+    received: Sequence[Elements],
     left: Elements | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Remove what was sent, and take in what is left.
+    """Remove what was sent, take in what is left, and add up what was received.
 
     Args:
         ops, context: of the step.
         there: `r + g`, as `choose` returns it. Donating.
         r: of before the step. Donating.
         sent: of this rank, all messages one after another.
+        received: with the weights of a mean, in the order in which they are added.
         left: of this rank's region, after an exchange by owners.
 
     Returns:
-        Memory for the result, the new r, and how many elements of each layer were sent.
+        The mean, the new r, and how many elements of each layer were sent.
     """
     layout = context.layout
     kept = ops.add_at(there, sent.index, 0.0 - sent.values)
@@ -160,9 +162,11 @@ def commit(
     kept = ops.clear_last(kept)
     real = ops.cast(sent.index < layout.sink, "int64")
     per_layer = ops.segment_sum(real, layer_of(ops, layout, sent.index), len(layout.names))
-    if context.owns_gradient:
-        return r, kept, per_layer
-    return kept, ops.overwrite(r, kept), per_layer
+    mean, r = (r, kept) if context.owns_gradient else (kept, ops.overwrite(r, kept))
+    mean = ops.clear(mean)
+    for elements in received:
+        mean = ops.add_at(mean, *elements)
+    return ops.clear_last(mean), r, per_layer
 
 
 @dataclass(frozen=True)

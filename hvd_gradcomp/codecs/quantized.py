@@ -27,7 +27,8 @@ from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.collectives import Allgather, Alltoall
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, State, derived
-from hvd_gradcomp.core.cost_model import Exchange, cheapest, dense_exchange
+from hvd_gradcomp.core.cost_model import Exchange, cheapest, dense_exchange, two_shot_exchange
+from hvd_gradcomp.core.handover import Handover
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.row_groups import RowGroup, RowGroups
 from hvd_gradcomp.ops import Ops, Tensor
@@ -64,6 +65,7 @@ class QuantizedCompressor(Compressor):
         error_feedback: whether the state has a residual `r` of quantization errors.
     """
 
+    is_quantizer = True
     block = GROUP
     max_bucket = 1 << 32  # positions that the random numbers distinguish
     bits: int
@@ -133,10 +135,9 @@ class QuantizedCompressor(Compressor):
         """Return all exchanges that the method has, by allgather first and dense last."""
         payload = float(wire.packed_bytes(self.parts(layout)))
         shard = float(wire.packed_bytes(self.shard_parts(layout, ranks)))
-        two_shot = ("alltoall", ranks * shard), ("allgather", shard)
         return [
             Exchange("allgather", (("allgather", payload),)),
-            Exchange("two_shot", two_shot),
+            two_shot_exchange(shard, ranks),
             dense_exchange(layout.elements),
         ]
 
@@ -286,7 +287,7 @@ class Keeping(QuantizedCompressor, registered=False):
         return state._replace(r=self.subtract_decoded(ops, row_groups, there, there, payload))
 
 
-class FeedbackCompressor(Clipping, QuantizedCompressor):
+class FeedbackCompressor(Clipping, QuantizedCompressor, Handover):
     """Base of methods that add their quantization error to the next gradient.
 
     They can clip a rank's own gradient first. Without `error_feedback` there is no state.

@@ -15,10 +15,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.core import patterns, wire
-from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
+from hvd_gradcomp.core.capacity import POLICIES, CapacityPolicy, CapacitySchedule, CapacityState
 from hvd_gradcomp.core.collectives import Allgather, Switch
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report, State
+from hvd_gradcomp.core.compressor import Context, Program, Report, State
 from hvd_gradcomp.core.cost_model import Exchange, dense_exchange
+from hvd_gradcomp.core.handover import Handover
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.interface.header import ReductionSpec
@@ -77,7 +78,7 @@ class Encoded(NamedTuple):
     commit: Callable[[], None] = lambda: None  # commits once the exchange has succeeded
 
 
-class SparseCompressor(Clipping, Compressor):
+class SparseCompressor(Clipping, Handover):
     """Base of the family; see the head of this file.
 
     Attributes:
@@ -108,6 +109,15 @@ class SparseCompressor(Clipping, Compressor):
 
         Excludes capacities whose allgather would move more bytes than an allreduce of the bucket.
         """
+
+    def capacities(self, layout: Layout) -> tuple[int, ...]:
+        """Return the capacities of a payload that its settings state; () if gradients decide."""
+        return ()
+
+    @property
+    def policy(self) -> CapacityPolicy:
+        """How a payload's capacity follows what is needed."""
+        return POLICIES["largest"]
 
     @abstractmethod
     def body_bytes(self, layout: Layout, level: CapacityLevel) -> int:

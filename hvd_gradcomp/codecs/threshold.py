@@ -31,7 +31,7 @@ from hvd_gradcomp.codecs.sparse import (
     StepInputs,
 )
 from hvd_gradcomp.core import patterns, validate, wire
-from hvd_gradcomp.core.capacity import POLICIES, CapacitySchedule
+from hvd_gradcomp.core.capacity import POLICIES, CapacityPolicy, CapacitySchedule
 from hvd_gradcomp.core.compressor import Context, Report, State, derived
 from hvd_gradcomp.core.cost_model import most_gathered
 from hvd_gradcomp.core.layout import Layout
@@ -53,6 +53,7 @@ class ThresholdCompressor(SparseCompressor):
     """
 
     rule: Rule | None = None
+    sends_any_number = True
     capacity: str = "largest"
     index_coding: str = "word"
     kernel_methods = frozenset({"select_mask", "commit", "quantizer"})
@@ -83,11 +84,15 @@ class ThresholdCompressor(SparseCompressor):
         """Return the capacities for words; above them a dense level or an allreduce is cheaper."""
         side = int(wire.body_bytes(self.quantizer.side_parts(layout)))
         room = most_gathered(4.0 * layout.elements, ranks) - side
-        places, policy = self._dense_bytes(layout), POLICIES[self.capacity]
+        places, policy = self._dense_bytes(layout), self.policy
         if places > room:
             top = _slots(self, layout, int(room)) + 1
             return CapacitySchedule.up_to(top, summed=True, policy=policy)
         return CapacitySchedule.up_to(_slots(self, layout, places), policy=policy)
+
+    @property
+    def policy(self) -> CapacityPolicy:
+        return POLICIES[self.capacity]
 
     def validate_payload(self) -> None:
         """Raise `ValueError` if `capacity` or `index_coding` is not one of its values."""

@@ -132,5 +132,10 @@ class CapacitySchedule:
         changes = ops.pick(level == last, changes, changes + 1)
         steps_unneeded, highest = ops.pick(rested, 0, steps_unneeded), ops.pick(rested, 0, highest)
         chosen = CapacityLevel(level, ops.choice((*self.capacities, 0), level), level == self.top)
-        history = (ops.host(x) for x in (level, steps_unneeded, highest))
-        return chosen, CapacityState(*history, state.needed, ops.host(changes))
+        return chosen, CapacityState(
+            ops.host(level),
+            ops.host(steps_unneeded),
+            ops.host(highest),
+            state.needed,
+            ops.host(changes),
+        )

@@ -9,6 +9,7 @@ from typing import Any
 from hvd_gradcomp.core.compressor import Compressor, State, derived
 from hvd_gradcomp.core.cost_model import Exchange
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.learned import Learned, owner_of, retrained
 from hvd_gradcomp.ops import Ops
 
 
@@ -17,7 +18,7 @@ def _any_child(name: str) -> bool:
     return derived(lambda self: any(getattr(child, name) for child in self.children.values()))
 
 
-class Composite(Compressor):
+class Composite(Learned):
     """Compressor that delegates to child compressors and combines their results.
 
     Its state is a NamedTuple with each child's state in a field of the child's name.
@@ -54,6 +55,7 @@ class Composite(Compressor):
     outputs_first = _any_child("outputs_first")
     whole_model = _any_child("whole_model")
     uses_moments = _any_child("uses_moments")
+    sends_any_number = _any_child("sends_any_number")
     needs_execution_order = _any_child("needs_execution_order")
 
     @derived
@@ -92,7 +94,7 @@ class Composite(Compressor):
         """Return the state after each child has restarted its learning."""
         return state._replace(
             **{
-                name: child.retrained(ops, getattr(state, name), step)
+                name: retrained(child, ops, getattr(state, name), step)
                 for name, child in self.children.items()
             }
         )
@@ -101,7 +103,7 @@ class Composite(Compressor):
         """Return the rank whose tensor counts, for a path in a child's state."""
         name, _, inside = path.partition(".")
         child = self.children.get(name)
-        return None if child is None else child.owner(inside, step)
+        return None if child is None else owner_of(child, inside, step)
 
     def resized(self, ops: Ops, state: State, step: Any, ranks: int) -> State:
         """Return the state for another number of ranks; the same object if no child's changes."""

@@ -35,7 +35,6 @@ from hvd_gradcomp.ops import Ops, Tensor
 T = TypeVar("T")
 State = Any
 Program = Generator[Collective, Any, tuple[Tensor, State]]
-Correction = tuple["float | None", "bool | None"]  # (momentum, nesterov)
 
 
 class Context(NamedTuple):
@@ -83,7 +82,9 @@ class Compressor(ABC):
     """Base class of `compression=` arguments. Concrete classes are frozen dataclasses.
 
     A method needs `init` and `aggregate`. Every other method is an optional hook: it has a default
-    here, and callers call it on any compressor.
+    here, and callers call it on any compressor. The hooks of some kinds of
+    methods are in mixins: `core.handover.Handover` if it keeps a residual or applies momentum,
+    `core.learned.Learned` if it learns.
 
     Attributes:
         algorithm: number in the wire header, derived from the class name; see `registry`.
@@ -99,6 +100,9 @@ class Compressor(ABC):
         runs: whether it has programs of its own; a partition only chooses among other compressors.
         compresses: whether it sends fewer bytes, or means to; warnings are for such methods.
         is_linear: whether it only sums gradients, or casts of them.
+        is_quantizer: whether it sends every element, in fewer bits.
+        sends_any_number: whether any number of elements may pass its rule, so that payloads change
+            their size.
         uses_moments: whether `aggregate` takes `moment=`, the sum of squared sample gradients.
         keeps_gradient: whether its state may take over the gradient's memory, see `Context`, which
             saves it a walk over the bucket.
@@ -117,6 +121,8 @@ class Compressor(ABC):
     runs: bool = True
     compresses: bool = True
     is_linear: bool = False
+    is_quantizer: bool = False
+    sends_any_number: bool = False
     uses_moments: bool = False
     keeps_gradient: bool = False
     needs_execution_order: bool = False
@@ -133,7 +139,7 @@ class Compressor(ABC):
 
     def __str__(self) -> str:
         """Return a short form for messages, without default arguments. `repr` has all of them."""
-        arguments = fields(self) if is_dataclass(self) else ()
+        arguments: tuple[Any, ...] = fields(self) if is_dataclass(self) else ()
         values = [(x.name, getattr(self, x.name), x.default) for x in arguments]
         shown = [
             f"{name}={value if isinstance(value, Compressor) else repr(value)}"
@@ -195,6 +201,10 @@ class Compressor(ABC):
             shape: with the outputs first, as in `core.layout.outputs_first`.
         """
         return None
+
+    def in_halves(self, layout: Layout) -> bool:
+        """Return True if it sums float32 or float16 elements in half precision."""
+        return False
 
     def exchange_of(self, layout: Layout, ranks: int) -> Exchange | None:
         """Return how a bucket travels among so many ranks; None if its gradients decide.
@@ -266,68 +276,7 @@ class Compressor(ABC):
             steps: that were made.
             since: how many of them were made before this bucket's first.
         """
-        return Report([size * (steps - since) for size in layout.sizes], self.residual(state))
-
-    # -- handover to another method, or to other ranks -------------------------------------------
-
-    def residual(self, state: State) -> Tensor | None:
-        """Return what was accumulated and not yet sent, [size]; None if nothing is kept."""
-        return None
-
-    def inherit(
-        self, ops: Ops, state: State, gradient: Tensor, residual: Tensor
-    ) -> tuple[State, Tensor]:
-        """Take over another method's residual: return (state, gradient) that contain it.
-
-        By default it is sent with the next gradient.
-        """
-        return state, gradient + residual
-
-    def velocity(self, state: State) -> Tensor | None:
-        """Return the momentum of the steps so far, [size], if the state holds nothing else."""
-        return None
-
-    def with_velocity(self, state: State, velocity: Tensor) -> State:
-        """Return a state that continues from a velocity that is equal on all ranks."""
-        return state
-
-    @property
-    def correction(self) -> Correction | None:
-        """Return the (momentum, nesterov) that it applies; None leaves momentum to the optimizer.
-
-        None in the pair means the optimizer's number, which `corrected` is then called with.
-        """
-        return None
-
-    @property
-    def takes_momentum(self) -> bool:
-        """True if it takes the momentum over from the optimizer."""
-        return (self.correction or (0.0,))[0] is None
-
-    def corrected(self, momentum: float, nesterov: bool) -> Compressor:
-        """Return a copy with the momentum taken over from the optimizer, if it has `correction`."""
-        return self
-
-    # -- learned methods: a basis, an autoencoder ------------------------------------------------
-
-    def retrained(self, ops: Ops, state: State, step: Any) -> State:
-        """Return a state that learns anew from this step on; by default the same state."""
-        return state
-
-    def owner(self, path: str, step: int) -> int | None:
-        """Return the rank whose tensor counts when states are merged; None if they are summed.
-
-        Called for the fields, dotted as in `leaves`, that are not `replicated`: an autoencoder that
-        one rank trains cannot be summed, a residual has to be.
-        """
-        return None
-
-    def rehearsed(self, ops: Ops, layout: Layout, state: State, step: int) -> State:
-        """Return a state that has learned all until this step; its knowledge may be random.
-
-        With it the compressed phase is measured. By default the same state: nothing is learned.
-        """
-        return state
+        return Report([size * (steps - since) for size in layout.sizes])
 
     # -- the number of ranks ---------------------------------------------------------------------
 

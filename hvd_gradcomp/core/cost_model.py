@@ -77,6 +77,16 @@ class Course(NamedTuple):
         return cls(*map(sum, zip(*courses)))
 
 
+def two_shot_exchange(shard: float, ranks: int) -> Exchange:
+    """Return the exchange that reduces at owners and gathers their results, of so many bytes each.
+
+    Args:
+        shard: bytes of a message to an owner, and of its result.
+        ranks: how many own a part.
+    """
+    return Exchange("two_shot", (("alltoall", ranks * shard), ("allgather", shard)))
+
+
 def dense_exchange(elements: int, header: int = 0) -> Exchange:
     """Return the exchange that allreduces all elements as float32.
 

@@ -21,7 +21,8 @@ from typing import Any, Union
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.wrappers import corrected, part
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.compressor import Compressor, Context, Correction, Program, State, derived
+from hvd_gradcomp.core.compressor import Compressor, Context, Program, State, derived
+from hvd_gradcomp.core.handover import Correction, Handover, correction_of
 from hvd_gradcomp.core.layers import ROLES, Layer, Traits, traits_of
 from hvd_gradcomp.core.layout import Layout, outputs_first, plan_buckets
 from hvd_gradcomp.ops import Ops, Tensor
@@ -105,7 +106,7 @@ def smaller(size: int) -> Smaller:
 
 
 @dataclass(frozen=True)
-class Partition(Compressor):
+class Partition(Handover):
     """Compressors for each layer, by rules; made by `partition`."""
 
     rules: tuple[tuple[Rule, Compressor], ...]
@@ -137,7 +138,7 @@ class Partition(Compressor):
 
     @property
     def correction(self) -> Correction | None:
-        known = {c.correction for _, c in self.rules} - {None}
+        known = {correction_of(c) for _, c in self.rules} - {None}
         if len(known) > 1:
             raise ValueError(
                 "the compressors of a partition correct different momenta, and an optimizer has "
@@ -256,7 +257,7 @@ def assign(
             and there is no optimizer.
     """
     chosen = compressor.of_layers(layers, ranks)
-    momentum, nesterov = compressor.correction or (0.0, False)
+    momentum, nesterov = correction_of(compressor) or (0.0, False)
     if momentum is None:
         raise ValueError(
             "there is no optimizer here to take the momentum over from; give momentum=0.9, or "

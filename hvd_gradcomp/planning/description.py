@@ -8,7 +8,6 @@ from math import prod
 from tabulate import tabulate
 
 from hvd_gradcomp.algorithms.wrappers import MomentumAfter
-from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout, outputs_first
@@ -73,7 +72,7 @@ def describe(
 
 def _unknown(method: Compressor) -> str:
     """Return the text for a compressor that does not predict a layer's bytes."""
-    return "4 an element sent" if isinstance(method.working, ThresholdCompressor) else "not known"
+    return "4 an element sent" if method.working.sends_any_number else "not known"
 
 
 def _of(

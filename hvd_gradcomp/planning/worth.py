@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.cost_model import gathers_rows
 from hvd_gradcomp.core.layers import Layer
@@ -71,7 +70,7 @@ def most_rows(
     width = {"float64": 8, "float16": 2}.get(dtype, 4)  # bytes on the wire
     dense = prod(shape) * (width if dtype in method.native_dtypes else 4)
     payload = method.layer_bytes(outputs_first(name, shape) if filters_last else shape)
-    if payload is None and isinstance(method.working, ThresholdCompressor):
+    if payload is None and method.working.sends_any_number:
         return -1
 
     def pays(rows: int) -> bool:

@@ -12,6 +12,7 @@ from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.core.compressor import Compressor, State, is_replicated, leaves, with_leaves
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.learned import owner_of, retrained
 from hvd_gradcomp.monitoring import verify
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.planning import assignment
@@ -286,7 +287,7 @@ class BucketPlanner:
             for bucket in self.buckets
             for path, variable in bucket.named_variables()
             if is_rank_local(variable) and self.participants.place is None
-            if (owner := bucket.compressor.owner(path, steps)) is not None
+            if (owner := owner_of(bucket.compressor, path, steps)) is not None
         ]
 
     def rollback(self) -> None:
@@ -304,7 +305,7 @@ class BucketPlanner:
     def retrain(self, steps: int) -> None:
         """Let the compressors learn anew, from step `steps` on."""
         for bucket in self.buckets:
-            bucket.assign(bucket.compressor.retrained(self.ops, bucket.state, steps))
+            bucket.assign(retrained(bucket.compressor, self.ops, bucket.state, steps))
 
     def resize(self, steps: int) -> set[Compressor]:
         """Adapt the state to another number of ranks.

@@ -27,6 +27,7 @@ from horovod.tensorflow.elastic import (
     rank,
 )
 
+from hvd_gradcomp.core.handover import residual_of
 from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, RankState
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
 from hvd_gradcomp.tensorflow.comm import gather_objects
@@ -200,7 +201,7 @@ class Elastic(Membership, Variables):
             float(tf.reduce_sum(tf.square(tf.cast(residual, tf.float64))))
             for reducer in self._reducers()
             for bucket in reducer.buckets
-            if (residual := bucket.compressor.residual(bucket.state)) is not None
+            if (residual := residual_of(bucket.compressor, bucket.state)) is not None
         )
 
     def _committed(self) -> Any:

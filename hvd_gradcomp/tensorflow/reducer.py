@@ -19,7 +19,6 @@ import tensorflow as tf
 from horovod import __version__ as horovod_version
 from horovod.tensorflow import mpi_ops
 
-from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
@@ -227,10 +226,7 @@ class GraphReducer:
         """
         kept = set(range(len(gradients)))
         for bucket in self.buckets:
-            compressor = bucket.planned
-            if not (
-                isinstance(compressor, LinearCompressor) and compressor.in_halves(bucket.layout)
-            ):
+            if not bucket.planned.in_halves(bucket.layout):
                 kept.difference_update(bucket.places)
         dtypes = [None if g is None else g.dtype for g in gradients]
         unscaled = [

@@ -9,6 +9,7 @@ import horovod.torch as horovod
 import torch
 
 from hvd_gradcomp.core.compressor import Compressor, is_replicated, leaves, with_leaves
+from hvd_gradcomp.core.learned import owner_of, retrained
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.torch import broadcast_objects
 from hvd_gradcomp.torch.broadcast_objects import RankInfo
@@ -272,7 +273,7 @@ def _held(reducer: Reducer) -> dict[str, Any]:
 
 def _common(compressor: Compressor, path: str, steps: int, seat: int) -> bool:
     """Return True if this rank's value of the tensor is valid on all ranks."""
-    return is_replicated(compressor, path) or compressor.owner(path, steps) == seat
+    return is_replicated(compressor, path) or owner_of(compressor, path, steps) == seat
 
 
 def _counts(compressor: Compressor, path: str, x: torch.Tensor) -> bool:
@@ -284,7 +285,7 @@ def _keeps_alone(bucket: Bucket, steps: int) -> bool:
     """Return True if this rank has nonzero state that no other rank has, such as a residual."""
     one = bucket.compressor
     return any(
-        not is_replicated(one, path) and one.owner(path, steps) is None and bool(x.any())
+        not is_replicated(one, path) and owner_of(one, path, steps) is None and bool(x.any())
         for path, x in leaves(bucket.state)
         if tuple(x.shape) == (bucket.layout.size,)
     )
@@ -322,10 +323,10 @@ def _take(reducer: Reducer, given: dict[str, Any], keeps: bool, all_keep: bool) 
         before = bucket.state
         if all_keep:
             continue
-        if any(one.owner(path, steps) not in (None, seat) for path in alone):
+        if any(owner_of(one, path, steps) not in (None, seat) for path in alone):
             bucket.state = one.resized(bucket.ops, bucket.state, steps, ranks)
         elif fields is None:
-            bucket.state = one.retrained(bucket.ops, bucket.state, steps)
+            bucket.state = retrained(one, bucket.ops, bucket.state, steps)
         if bucket.state is not before:
             anew[one] = None
     return [*anew]

@@ -12,6 +12,7 @@ import torch
 from hvd_gradcomp.core.collectives import Inside
 from hvd_gradcomp.core.compressor import Compressor, State, leaves
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.learned import retrained
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.runtime.program_runner import PendingCollective, ProgramRunner
 
@@ -190,7 +191,7 @@ class Bucket:
         When a layer returns, the compressor retrains, because it has learned without that layer.
         """
         if self.frozen_slots - slots:
-            self.state = self.compressor.retrained(self.ops, self.state, step)
+            self.state = retrained(self.compressor, self.ops, self.state, step)
         self.frozen_slots = slots
         if not slots or len(slots) == len(self.parameters):
             return

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.handover import Handover
 from hvd_gradcomp.core.layers import Layer, Weight, convolving
+from hvd_gradcomp.core.learned import retrained
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning import assignment, worth
 from hvd_gradcomp.runtime import naming
@@ -162,7 +163,7 @@ class BucketPlanner:
             stores = one.uses_moments and self.source in STORED
             moment = ops.zeros((layout.size,)) if stores else None
             flat = ops.zeros((layout.size,), layout.dtype)
-            scaled = isinstance(one, LinearCompressor) and one.in_halves(layout)
+            scaled = one.in_halves(layout)
             if not self._participants.leads(leader):
                 one = NoneCompressor()  # only the leader has state
             state = one.start(ops, layout, ranks)
@@ -213,7 +214,7 @@ class BucketPlanner:
         new = list(self._plan(everything, self.buckets))
         for bucket in new:
             bucket.since = step
-            bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, step)
+            bucket.state = retrained(bucket.compressor, bucket.ops, bucket.state, step)
         self._know(everything)
         self.layers += self.used[len(self.used) - len(named_parameters) :]
         self._adopt([*self.buckets, *new])
@@ -310,14 +311,19 @@ def carry_over(before: Sequence[Bucket], after: Sequence[Bucket]) -> None:
     velocities: dict[str, torch.Tensor] = {}
     residuals: dict[str, torch.Tensor] = {}
     for bucket in before:
+        one = bucket.compressor
+        if not isinstance(one, Handover):
+            continue
         for kept, vector in (
-            (velocities, bucket.compressor.velocity(bucket.state)),
-            (residuals, bucket.compressor.residual(bucket.state)),
+            (velocities, one.velocity(bucket.state)),
+            (residuals, one.residual(bucket.state)),
         ):
             if vector is not None:
                 kept.update(zip(bucket.layout.names, bucket.cut(vector)))
     for bucket in after:
         one, ops, state = bucket.compressor, bucket.ops, bucket.state
+        if not isinstance(one, Handover):
+            continue
         if set(bucket.layout.names) <= set(velocities):
             state = one.with_velocity(state, bucket.joined(velocities))
         kept_before = set(bucket.layout.names) <= set(residuals)

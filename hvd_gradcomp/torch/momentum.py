@@ -17,6 +17,7 @@ import torch
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.algorithms.wrappers import take_over
 from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.handover import correction_of
 from hvd_gradcomp.torch import dcp
 from hvd_gradcomp.torch.reducer import Reducer
 
@@ -133,7 +134,7 @@ def resolve_compressor(
             a different one, or is not known.
     """
     compressor = as_compressor(compression, stock)
-    wanted = compressor.correction
+    wanted = correction_of(compressor)
     if optimizer is None:
         if wanted is not None and wanted[0] is None:
             raise ValueError(

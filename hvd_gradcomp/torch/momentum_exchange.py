@@ -18,6 +18,7 @@ import torch
 from hvd_gradcomp.algorithms.dense import NoneCompressor, as_compressor
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.handover import correction_of
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.exchange_state import diverged
 from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare
@@ -79,7 +80,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         validate.count("warmup_steps", warmup_steps, low=1)
         validate.skip_or_raise(nonfinite, "a momentum that is not finite stays so")
         compressor = as_compressor(compression, stock)
-        if compressor.correction is not None and compressor.correction[0] != 0:
+        if (correction_of(compressor) or (0,))[0] != 0:
             raise ValueError(
                 "the compressor corrects a momentum of its own, and a momentum is what travels: "
                 f"pass momentum=0. It is {compressor}"

@@ -17,6 +17,7 @@ import torch
 
 from hvd_gradcomp.core.collectives import Collective, Inside
 from hvd_gradcomp.core.compressor import Context
+from hvd_gradcomp.core.learned import retrained
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime import errors, hierarchy, stats
@@ -615,7 +616,7 @@ class Reducer:
         """Retrain compressors that learn, from the next step on."""
         self.commit()
         for bucket in self.buckets:
-            bucket.state = bucket.compressor.retrained(bucket.ops, bucket.state, self.steps)
+            bucket.state = retrained(bucket.compressor, bucket.ops, bucket.state, self.steps)
 
     def stats(self) -> CompressionStats:
         """Return totals since the start; synchronizes with the device."""

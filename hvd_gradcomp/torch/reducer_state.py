@@ -16,6 +16,8 @@ from hvd_gradcomp.checkpoint import reducer_state, schema
 from hvd_gradcomp.checkpoint.reducer_state import Collectives, Origin, Source
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core.compressor import State, is_replicated, leaves, with_leaves
+from hvd_gradcomp.core.handover import residual_of
+from hvd_gradcomp.core.learned import owner_of
 from hvd_gradcomp.torch.bucket import Bucket
 from hvd_gradcomp.torch.bucketing import Plan
 from hvd_gradcomp.torch.reducer import Reducer, wait_for_copies
@@ -232,7 +234,7 @@ class Snapshot(NamedTuple):
 
 def squares(reducer: Reducer) -> float:
     """Return the sum of squares of this rank's residuals."""
-    residuals = [bucket.compressor.residual(bucket.state) for bucket in reducer.buckets]
+    residuals = [residual_of(bucket.compressor, bucket.state) for bucket in reducer.buckets]
     return sum(float(x.double().square().sum()) for x in residuals if x is not None)
 
 
@@ -305,7 +307,7 @@ def inheritance(bucket: Bucket, step: int) -> dict[str, torch.Tensor]:
         for path, x in leaves(bucket.state)
         if not is_replicated(compressor, path)
         and path not in compressor.reset_on_merge
-        and compressor.owner(path, step) is None
+        and owner_of(compressor, path, step) is None
         and x.is_floating_point()
     }
 

@@ -19,10 +19,13 @@ import horovod.torch as horovod
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
+from hvd_gradcomp.algorithms.wrappers import corrected
 from hvd_gradcomp.core.collectives import Allreduce, Gather, goes_as_sum
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.cost_model import KINDS, Link, volume
 from hvd_gradcomp.core.cost_model import Bucket as Cost
+from hvd_gradcomp.core.handover import takes_momentum
+from hvd_gradcomp.core.learned import Learned
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.planning.worth import idle
@@ -361,8 +364,8 @@ def reducer_of(
         UnmeasurableError: on all ranks, if the compressor does not take these layers, or would
             send all of them dense.
     """
-    if compressor.takes_momentum:
-        compressor = compressor.corrected(0.9, False)
+    if takes_momentum(compressor):
+        compressor = corrected(compressor, 0.9, False)
     named = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in layers]
     _supply((p for _, p in named), squares)
     participants, options = Participants(process_set), ExchangeOptions(rollback=False)
@@ -384,8 +387,9 @@ def reducer_of(
     if idle(compressor, [(bucket.compressor, bucket.layout) for bucket in reducer.buckets]):
         raise UnmeasurableError(f"{brief(compressor)}: it would compress none of these layers")
     for bucket in reducer.buckets:
-        before = bucket.state
-        bucket.state = bucket.compressor.rehearsed(bucket.ops, bucket.layout, before, _LEARNED)
+        one, before = bucket.compressor, bucket.state
+        if isinstance(one, Learned):
+            bucket.state = one.rehearsed(bucket.ops, bucket.layout, before, _LEARNED)
         if bucket.state is not before:
             reducer.steps = _LEARNED  # measure the compressed phase
     return reducer

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import optimizer as hooks
 
 import hvd_gradcomp.torch as hvd
+from hvd_gradcomp.core.handover import correction_of
 from tests.parallel.workers.results import digest, errors_of, write
 
 RATE = 0.1  # of all that SGD trains
@@ -119,7 +120,7 @@ def compare(
             "digest": digest(p.detach().numpy() for p in ours.parameters()),
         }
     for compressor in METHODS:
-        momentum = (compressor.correction or (0.0,))[0]
+        momentum = (correction_of(compressor) or (0.0,))[0]
         with watched() as norms:
             model = train(compressor, mine(samples), BATCH, momentum=momentum, **clipped)
         result["methods"][repr(compressor)] = {

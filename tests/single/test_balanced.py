@@ -30,6 +30,7 @@ from hvd_gradcomp.checkpoint.reducer_state import Origin, restore
 from hvd_gradcomp.codecs.owners import KNOTS
 from hvd_gradcomp.core.collectives import Allreduce, Alltoall
 from hvd_gradcomp.core.compressor import Compressor, leaves
+from hvd_gradcomp.core.handover import correction_of, residual_of, takes_momentum
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign
@@ -94,7 +95,7 @@ def test_nothing_is_lost(inner, values, seed, ranks, sizes, slack):
         results = world.step(drawn)
         assert all(torch.equal(result, results[0]) for result in results)
         out = out + ranks * results[0].double()
-        kept = sum(world.compressor.residual(state).double() for state in world.states)
+        kept = sum(residual_of(world.compressor, state).double() for state in world.states)
         torch.testing.assert_close(kept + out, given_in, rtol=0, atol=5e-5)
         first = dict(leaves(world.states[0]))
         for state in world.states[1:]:
@@ -209,7 +210,7 @@ def test_a_failed_exchange_keeps_what_the_method_has_sent(bad, tau):
     random = np.random.default_rng(4)
     for _ in range(3):
         world.step(gradients(world, random))
-    before = [world.compressor.residual(state).clone() for state in world.states]
+    before = [residual_of(world.compressor, state).clone() for state in world.states]
     drawn = gradients(world, random)
     there = [kept + g for kept, g in zip(before, drawn)]
     there[1] = before[1]
@@ -218,7 +219,7 @@ def test_a_failed_exchange_keeps_what_the_method_has_sent(bad, tau):
         world.step(drawn)
     assert all(isinstance(error, NonFiniteGradientError) for error in world.failures)
     for state, expected in zip(world.states, there):
-        torch.testing.assert_close(world.compressor.residual(state), expected)
+        torch.testing.assert_close(residual_of(world.compressor, state), expected)
 
 
 def test_a_consolidated_state_is_shared_by_other_ranks():
@@ -240,8 +241,8 @@ def test_a_consolidated_state_is_shared_by_other_ranks():
         fresh.states[rank] = restore(
             compressor, fresh.ops, fresh.states[rank], saved, start, origin, rank, 2
         )
-    kept = sum(compressor.residual(state) for state in fresh.states)
-    torch.testing.assert_close(kept, sum(compressor.residual(state) for state in world.states))
+    kept = sum(residual_of(compressor, state) for state in fresh.states)
+    torch.testing.assert_close(kept, sum(residual_of(compressor, state) for state in world.states))
     fresh.step(gradients(fresh, random))
 
 
@@ -274,7 +275,7 @@ def test_a_partition_is_refused():
 def test_phases_and_momentum():
     """A phase may be balanced; momentum that the method corrects is taken over from SGD."""
     one = balanced(DGCCompressor(density=0.1), "two_shot")
-    assert one.takes_momentum and one.corrected(0.9, False).correction == (0.9, False)
+    assert takes_momentum(one) and correction_of(one.corrected(0.9, False)) == (0.9, False)
     world = world_of(after(2, None, balanced(StromCompressor(tau=1.0))), [300], 5)
     random, given_in, out = np.random.default_rng(6), 0, 0
     for _ in range(5):

@@ -10,6 +10,7 @@ import torch
 
 import hvd_gradcomp as gc
 from hvd_gradcomp.algorithms.local_steps import LocalSchedule, OuterSGD
+from hvd_gradcomp.core.handover import correction_of
 from hvd_gradcomp.torch.inspection import verify
 from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
@@ -85,7 +86,7 @@ def test_local_steps_take_every_dtype(compressor, fragments):
         sgd = torch.optim.SGD(net.parameters(), 0.125)
         schedule = LocalSchedule(3, warmup_steps=1, fragments=fragments)
         named = net.named_parameters()
-        outer = OuterSGD(0.5, 0.0 if compressor.correction else 0.5)
+        outer = OuterSGD(0.5, 0.0 if correction_of(compressor) else 0.5)
         how = rank.connect, schedule, outer, compressor
         optimizer = LocalStepsOptimizer(sgd, named, *how)
         for step in range(10):
@@ -100,7 +101,7 @@ def test_local_steps_take_every_dtype(compressor, fragments):
 
 @pytest.mark.parametrize("compressor", METHODS, ids=str)
 def test_momenta_of_every_dtype(compressor):
-    correction = compressor.correction
+    correction = correction_of(compressor)
     if correction is not None and correction[0]:
         pytest.skip("corrects a momentum of its own, which is refused")
 

@@ -13,7 +13,9 @@ from hvd_gradcomp import Compressor, NoneCompressor, after
 from hvd_gradcomp.algorithms.wrappers import MomentumAfter
 from hvd_gradcomp.core import patterns
 from hvd_gradcomp.core.compressor import Report
+from hvd_gradcomp.core.handover import Handover, correction_of, inherited, residual_of
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.learned import owner_of, retrained
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
@@ -41,7 +43,7 @@ class Debt(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HalvesEverything(Whole):
+class HalvesEverything(Handover, Whole):
     """Sends half of what it has."""
 
     def init(self, ops, layout):
@@ -72,11 +74,10 @@ def test_two_methods_are_enough():
     assert torch.equal(*world.step(gradients(world)))
     (state, _), ones = world.states, torch.ones(LAYOUT.size)
     assert one.report(LAYOUT, state, 3, since=1) == Report([120, 14])
-    assert one.residual(state) is None and one.velocity(state) is None
-    assert one.with_velocity(state, ones) is state and one.correction is None
-    kept, gradient = one.inherit(ops, state, ones, ones)
+    assert residual_of(one, state) is None and correction_of(one) is None
+    kept, gradient = inherited(one, ops, state, ones, ones)
     assert kept is state and float(gradient.sum()) == 2 * LAYOUT.size
-    assert one.retrained(ops, state, 1) is state and one.owner("x", 1) is None
+    assert retrained(one, ops, state, 1) is state and owner_of(one, "x", 1) is None
     assert one.resized(ops, state, 1, 3) is state
     assert one.of_layers(LAYERS, 2) == [one, one]
     assert one.layer_bytes((3,)) is None

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hvd_gradcomp import DGCCompressor, EGCCompressor, SparseGDCompressor, after, partition
+from hvd_gradcomp.core.handover import correction_of
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
@@ -24,7 +25,7 @@ LATER = [*TODAY, *CODED, *PRODUCTS]
 
 def with_momentum(compressor):
     """With the momentum that an optimizer would hand over."""
-    return compressor.corrected(0.9, False) if compressor.correction else compressor
+    return compressor.corrected(0.9, False) if correction_of(compressor) else compressor
 
 
 def world_of(compressor, size=3, shapes=SHAPES):

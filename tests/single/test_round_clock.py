@@ -11,6 +11,7 @@ import torch
 
 from hvd_gradcomp import ChunkedTopKCompressor, NoneCompressor
 from hvd_gradcomp.algorithms.local_steps import LocalSchedule, OuterSGD
+from hvd_gradcomp.core.handover import residual_of
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.round_clock import RoundClock
@@ -129,7 +130,11 @@ def test_what_a_compressor_keeps_of_a_slow_rank_is_not_lost_either():
         optimizer.exchange()
         (reducer,) = optimizer.all_reducers
         (bucket,) = reducer.buckets
-        return total, bucket.compressor.residual(bucket.state)[:SIZE], parameter.detach().clone()
+        return (
+            total,
+            residual_of(bucket.compressor, bucket.state)[:SIZE],
+            parameter.detach().clone(),
+        )
 
     totals, residuals, parameters = zip(*results_of(2, work))
     # Residuals are of pseudogradients, and these of an inner rate of 1 are sums of gradients.

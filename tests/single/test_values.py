@@ -26,6 +26,7 @@ from hvd_gradcomp import (
     partition,
 )
 from hvd_gradcomp.codecs.values import MOST_IN_GROUP, VALUES, Stretch, ValueGroups
+from hvd_gradcomp.core.handover import correction_of, residual_of
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
@@ -330,7 +331,7 @@ def test_after(first, then):
         assert torch.equal(*totals)
         came, went = came + sum(g.double() for g in gradients), went + totals[0].double()
         inner = compressor.first if step < 3 else then
-        kept = [inner.residual(s.first if step < 3 else s.then) for s in world.states]
+        kept = [residual_of(inner, s.first if step < 3 else s.then) for s in world.states]
         held = sum(r.double() for r in kept) if kept[0] is not None else 0.0
         forgets = getattr(then, "momentum", 0.0) or getattr(then, "beta", 1.0) != 1.0
         if step < 3 or not forgets:
@@ -340,7 +341,7 @@ def test_after(first, then):
 @pytest.mark.parametrize("compressor", ROUNDED, ids=repr)
 def test_partition(compressor):
     """Each bucket of a plan of two methods goes its way; a layer of one element is dense."""
-    if compressor.correction:
+    if correction_of(compressor):
         compressor = compressor.corrected(compressor.momentum, bool(compressor.nesterov))
     layers = [("a.weight", (40, 9), "float32"), ("b.weight", (300,), "float32")]
     layers += [("a.bias", (1,), "float32")]

@@ -22,6 +22,7 @@ from hvd_gradcomp.core.collectives import Allreduce, Switch
 from hvd_gradcomp.core.composite import Composite
 from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
 from hvd_gradcomp.core.cost_model import Course
+from hvd_gradcomp.core.handover import Handover, correction_of
 from hvd_gradcomp.core.layers import Layer, convolves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor, ops_of
@@ -32,7 +33,7 @@ SAMPLING = {"none": NoneCompressor(), "qsgd": QSGDCompressor(bits=4)}
 
 
 @dataclass(frozen=True)
-class GradiVeQCompressor(Clipping, Composite):
+class GradiVeQCompressor(Clipping, Composite, Handover):
     """GradiVeQ: projects slices of convolutions onto principal components (Yu et al. 2018).
 
     A layer is flattened so that the gradients of all filters at one position are adjacent, then
@@ -153,7 +154,7 @@ class GradiVeQCompressor(Clipping, Composite):
             validate.one_of(self, "sampling", tuple(SAMPLING))
         for name in ("between", "others"):
             compressor = getattr(self, name)
-            if compressor.correction is not None or compressor.uses_moments:
+            if correction_of(compressor) is not None or compressor.uses_moments:
                 raise TypeError(
                     "GradiVeQCompressor: what sampling= or other= names takes over momentum or "
                     "uses second moments; give it to the layers by hvd_gradcomp.partition instead. "

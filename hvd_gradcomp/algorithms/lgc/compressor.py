@@ -24,10 +24,12 @@ from hvd_gradcomp.codecs.topk import count_of
 from hvd_gradcomp.codecs.values import VALUES
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.collectives import Allreduce, Switch
-from hvd_gradcomp.core.compressor import Compressor, Context, Correction, Program, Report, derived
+from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report, derived
 from hvd_gradcomp.core.cost_model import Course
+from hvd_gradcomp.core.handover import Correction, Handover
 from hvd_gradcomp.core.layers import Layer, traits_of
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.core.learned import Learned
 from hvd_gradcomp.ops import Ops, Tensor
 
 PATTERNS = ("ring_allreduce", "parameter_server")
@@ -38,7 +40,7 @@ _LEARNED = ("encoder", "decoder", "late", "seen", "loss")
 
 
 @dataclass(frozen=True)
-class LGCCompressor(Clipping, Compressor):
+class LGCCompressor(Clipping, Learned, Handover):
     """LGC: sends a learned code of the largest accumulated velocities (Abrahamyan et al. 2021).
 
     For `full_steps` full gradients are exchanged. Then momentum correction and residual work as

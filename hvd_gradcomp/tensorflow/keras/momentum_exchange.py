@@ -22,6 +22,7 @@ import tensorflow as tf
 from hvd_gradcomp.algorithms.wrappers import after
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.core.handover import correction_of
 from hvd_gradcomp.planning.assignment import Partition
 from hvd_gradcomp.tensorflow.comm import takes_part
 from hvd_gradcomp.tensorflow.keras.local_vars import places_of
@@ -231,7 +232,7 @@ def _require_plain(compressor: Compressor) -> None:
     Raises:
         ValueError: it corrects a momentum itself, or uses moments of samples.
     """
-    if compressor.correction is not None and compressor.correction[0] != 0:
+    if (correction_of(compressor) or (0,))[0] != 0:
         raise ValueError(
             "the compressor corrects a momentum of its own, and a momentum is what travels: pass "
             f"momentum=0. It is {compressor}"

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp import ChunkedTopKCompressor, NoneCompressor, OuterSGD
+from hvd_gradcomp.core.handover import residual_of
 
 SIZE, ROUNDS, EVERY, DEADLINE = 512, 12, 5, 0.3
 COMPRESSORS = {
@@ -65,7 +66,7 @@ def train(hvd: Any, plan: dict[str, Any], rank: int) -> dict[str, Any]:
     ((bucket,),) = [reducer.buckets for reducer in optimizer.all_reducers]
     held = torch.zeros(SIZE)
     if plan["compression"] == "sparse":
-        held = bucket.compressor.residual(bucket.state)[:SIZE]
+        held = residual_of(bucket.compressor, bucket.state)[:SIZE]
     return {
         "made": made.tolist(),
         "held": held.tolist(),

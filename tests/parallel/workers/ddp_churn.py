@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hvd_gradcomp import NoneCompressor, OuterSGD, SparseGDCompressor
+from hvd_gradcomp.core.handover import residual_of
 from hvd_gradcomp.torch import ddp, reducer_state
 from tests.parallel.workers.results import digest
 from tests.parallel.workers.survival import Diary
@@ -37,7 +38,7 @@ def die() -> None:
 
 
 def residuals(optimizer: Any) -> list[torch.Tensor]:
-    found = [b.compressor.residual(b.state) for r in optimizer.reducers for b in r.buckets]
+    found = [residual_of(b.compressor, b.state) for r in optimizer.reducers for b in r.buckets]
     return [r for r in found if r is not None]
 
 

@@ -13,6 +13,7 @@ from keras import layers
 import hvd_gradcomp.tensorflow as hvd
 import hvd_gradcomp.tensorflow.keras as hvd_keras
 from hvd_gradcomp import DGCCompressor, GradiVeQCompressor, StromCompressor, VarianceCompressor
+from hvd_gradcomp.core.handover import correction_of, residual_of
 from hvd_gradcomp.tensorflow.variables import plain_variable
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import digest, errors_of, finish, flipped
@@ -45,7 +46,9 @@ def data(first, last):
 
 def build(compressor, outputs=10, dropout=0.2):
     model = network(outputs, dropout)
-    plain = keras.optimizers.SGD(0.001) if compressor.correction else keras.optimizers.Adam(0.01)
+    plain = (
+        keras.optimizers.SGD(0.001) if correction_of(compressor) else keras.optimizers.Adam(0.01)
+    )
     model.compile(hvd.DistributedOptimizer(plain, compression=compressor), LOSS)
     model.optimizer.build(model.trainable_variables)
     hvd.broadcast_variables(model.trainable_variables, 0)
@@ -148,7 +151,7 @@ def mass(model):
     """The sum over ranks of what is kept."""
     reducer, flat = model.optimizer._gradcomp, []
     for bucket in reducer.buckets:
-        kept = bucket.compressor.residual(bucket.state)
+        kept = residual_of(bucket.compressor, bucket.state)
         if kept is not None:
             flat.append(tf.cast(kept, tf.float64))
     return hvd.allreduce(tf.concat(flat, 0), op=hvd.Sum).numpy().tolist()

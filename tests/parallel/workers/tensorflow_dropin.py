@@ -24,6 +24,7 @@ from hvd_gradcomp import (
     role,
 )
 from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.core.handover import correction_of
 from hvd_gradcomp.planning.configuration import as_config
 from hvd_gradcomp.tensorflow.variables import is_rank_local
 from tests.methods import ONE_OF_EACH
@@ -82,7 +83,7 @@ class Trained(Subclassed):
 
 
 def plain_for(compressor):
-    if compressor.correction:
+    if correction_of(compressor):
         return keras.optimizers.SGD(0.001, momentum=0.9)
     return keras.optimizers.Adam(0.01)
 

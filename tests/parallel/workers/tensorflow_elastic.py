@@ -19,6 +19,7 @@ from keras import layers
 
 import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp.core.compressor import is_replicated, leaves
+from hvd_gradcomp.core.handover import residual_of
 from hvd_gradcomp.tensorflow import DistributedGradientTape, LocalSteps, OuterSGD
 from hvd_gradcomp.tensorflow.reducers import reducer_of_variables
 from tests.parallel.workers.results import digest
@@ -77,7 +78,7 @@ def kept(state):
     squares = 0.0
     for reducer in reducers:
         for bucket in reducer.buckets:
-            residual = bucket.compressor.residual(bucket.state)
+            residual = residual_of(bucket.compressor, bucket.state)
             if residual is not None:
                 squares += float(np.square(residual.numpy().astype(np.float64)).sum())
     local = digest(x for x, shared in state_of(reducers) if not shared)

@@ -14,6 +14,7 @@ from keras import layers
 import hvd_gradcomp.tensorflow as hvd
 import hvd_gradcomp.tensorflow.keras as hvd_keras
 from hvd_gradcomp.algorithms.local_steps import DILOCO
+from hvd_gradcomp.core.handover import residual_of
 from tests.oracles import local_steps as oracle
 from tests.parallel.workers.results import digest, errors_of, finish
 
@@ -211,7 +212,7 @@ def slow_ranks():
         assert local.is_exchanged
         hvd.verify(local)
         # The global variables have moved by the mean of all gradients but what is kept for later.
-        kept = residual_of(local)
+        kept = local_residual(local)
         sent = hvd.allreduce(tf.constant(RATE * total - kept), name="sent", op=hvd.Sum).numpy()
         lost = far(numbers(0) - flat(variables), sent / hvd.size())
         ends = digest([flat(variables)])
@@ -219,10 +220,10 @@ def slow_ranks():
     return found
 
 
-def residual_of(local):
+def local_residual(local):
     (reducer,), kept = local.reducers, np.zeros(ENDS[-1])
     for bucket in reducer.buckets:
-        residual = bucket.compressor.residual(bucket.state)
+        residual = residual_of(bucket.compressor, bucket.state)
         if residual is not None:
             names, sizes = [name for name, _, _ in reducer.layers], np.diff(ENDS)
             at = 0

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras import layers
 
 import hvd_gradcomp.tensorflow.keras as hvd
+from hvd_gradcomp.core.handover import correction_of
 from hvd_gradcomp.tensorflow import DistributedGradientTape
 from tests.methods import (
     BALANCED,
@@ -44,7 +45,7 @@ def fit(model, compressor, x, y, **options):
     if compressor.uses_moments and "backward_passes_per_step" not in options:
         hvd.track_moments(model)
     plain = keras.optimizers.Adam(0.01)
-    if compressor.correction is not None:  # a momentum of its own, which Adam has too
+    if correction_of(compressor) is not None:  # a momentum of its own, which Adam has too
         plain = keras.optimizers.SGD(0.001)
     optimizer = hvd.DistributedOptimizer(plain, compression=compressor, **options)
     model.compile(optimizer, lambda true, logits: 20 * LOSS(true, logits))

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.core.handover import correction_of
 from tests.methods import CHUNKED, EVERY, ONE_OF_EACH
 from tests.parallel.workers.places import arrays, choose, here
 from tests.parallel.workers.results import digest, errors_of, finish
@@ -528,7 +529,7 @@ def joined_compressed(compressor):
                 compression=compressor,
                 verify_every=2,
             )
-            for model, momentum in zip(models, (0.0, 0.9 * (compressor.correction is None)))
+            for model, momentum in zip(models, (0.0, 0.9 * (correction_of(compressor) is None)))
         ]
     )
     last = []

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import hvd_gradcomp.torch as hvd
+from hvd_gradcomp.core.handover import correction_of, residual_of
 from hvd_gradcomp.torch import safetensors_file
 from tests.methods import (
     DGC_WARMED_UP,
@@ -34,7 +35,7 @@ def build(compressor=None, outputs=10, **options):
     convolutions = (nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.ReLU())
     model = nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(96, outputs))
     plain = torch.optim.Adam(model.parameters(), lr=0.01)
-    if compressor is not None and compressor.correction is not None:
+    if compressor is not None and correction_of(compressor) is not None:
         plain = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.0)
     names = model.named_parameters()
     return model, hvd.DistributedOptimizer(
@@ -81,7 +82,7 @@ def mass(optimizer):
     """The sum over ranks of what is kept, in float64, layer by layer."""
     flat = []
     for bucket in optimizer._gradcomp.buckets:
-        kept = bucket.compressor.residual(bucket.state)
+        kept = residual_of(bucket.compressor, bucket.state)
         if kept is not None:
             flat.append(kept.double())
     total = hvd.allreduce(torch.cat(flat), op=hvd.Sum) if flat else torch.zeros(1)

@@ -16,6 +16,7 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.compressor import is_replicated, leaves
+from hvd_gradcomp.core.handover import residual_of
 from tests.parallel.workers.results import digest
 from tests.parallel.workers.survival import Diary, open_slot
 
@@ -54,7 +55,7 @@ def buckets(optimizer):
 
 def residuals(optimizer):
     """What this rank keeps back, of each bucket that keeps anything."""
-    found = (b.compressor.residual(b.state) for b in buckets(optimizer))
+    found = (residual_of(b.compressor, b.state) for b in buckets(optimizer))
     return [r for r in found if r is not None]
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.core.handover import residual_of
 from tests.methods import ONE_OF_EACH_EXCHANGE
 from tests.parallel.workers.results import digest, errors_of, write
 
@@ -153,7 +154,7 @@ def residual(optimizer):
     """The sum over ranks of what is not sent yet."""
     engine, pieces = optimizer._gradcomp, []
     for bucket in engine.buckets:
-        own = bucket.compressor.residual(bucket.state)
+        own = residual_of(bucket.compressor, bucket.state)
         pieces.append(torch.zeros(bucket.layout.size) if own is None else own)
     return hvd.allreduce(torch.cat(pieces), op=hvd.Sum, name="residual")
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.core.handover import correction_of
 from tests.methods import CHUNKED, EVERY, ONE_OF_EACH, learned_by
 from tests.parallel.workers.results import digest, errors_of, finish
 
@@ -23,7 +24,7 @@ def build(seed=1):
 def wrapped(model, compressor, **options):
     adam = torch.optim.Adam(model.parameters(), lr=0.01)
     sgd = torch.optim.SGD(model.parameters(), lr=0.001, weight_decay=0.01)
-    plain = adam if compressor is None or compressor.correction is None else sgd
+    plain = adam if compressor is None or correction_of(compressor) is None else sgd
     return hvd.DistributedOptimizer(
         plain, model.named_parameters(), compression=compressor, bucket_bytes=4096, **options
     )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
+from hvd_gradcomp.core.handover import correction_of
 from tests.methods import (
     BALANCED,
     CODED,
@@ -42,7 +43,7 @@ def main(folder: str, steps: int, settings: str, device: str = "cpu") -> None:
         ).to(here())
         tracker = hvd.track_moments(model) if compressor.uses_moments else None
         plain: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        if compressor.correction is not None:  # a momentum of its own, which Adam has too
+        if correction_of(compressor) is not None:  # a momentum of its own, which Adam has too
             plain = torch.optim.SGD(model.parameters(), lr=0.001)
         optimizer = hvd.DistributedOptimizer(
             plain,

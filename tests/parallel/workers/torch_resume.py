@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
+from hvd_gradcomp.core.handover import correction_of, residual_of
 from tests.methods import (
     DGC,
     DROPPING,
@@ -56,9 +57,9 @@ def build(compressor=None, seed=1, made=None, **options):
 
 
 def plain(compressor, parameters):
-    if compressor is None or compressor.correction is None:
+    if compressor is None or correction_of(compressor) is None:
         return torch.optim.Adam(parameters, lr=0.01, weight_decay=0.01)
-    momentum = compressor.correction[0]
+    momentum = correction_of(compressor)[0]
     return torch.optim.SGD(parameters, lr=0.001, momentum=momentum, weight_decay=0.01)
 
 
@@ -145,7 +146,7 @@ def kept(optimizer):
     """What this rank keeps back, and the sum over ranks."""
     pieces = []
     for bucket in optimizer._gradcomp.buckets:
-        own = bucket.compressor.residual(bucket.state)
+        own = residual_of(bucket.compressor, bucket.state)
         pieces += [] if own is None else [x.reshape(-1).double() for x in bucket.cut(own)]
     flat = torch.cat(pieces)
     return flat, hvd.allreduce(flat, op=hvd.Sum)

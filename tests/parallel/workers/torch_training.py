@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
+from hvd_gradcomp.core.handover import residual_of
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import digest, errors_of, finish
 
@@ -37,9 +38,9 @@ def mean_over_ranks(x):
     return hvd.allreduce(x, op=hvd.Average)
 
 
-def residual_of(optimizer, p):
+def layer_residual(optimizer, p):
     bucket, slot = optimizer._gradcomp.planner.places[p]
-    return bucket.cut(bucket.compressor.residual(bucket.state))[slot].clone()
+    return bucket.cut(residual_of(bucket.compressor, bucket.state))[slot].clone()
 
 
 def ledger(compressor, bucket_bytes):
@@ -59,14 +60,14 @@ def ledger(compressor, bucket_bytes):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         if step == 3:
             frozen.requires_grad_(False)
-            before = frozen.detach().clone(), residual_of(optimizer, frozen)
+            before = frozen.detach().clone(), layer_residual(optimizer, frozen)
         if step == 5:
             optimizer.add_param_group({"params": [late], "lr": 0.5})
         if step == 6:
             thawed.requires_grad_(True)
         if step == 8:
             assert torch.equal(frozen, before[0])
-            assert torch.equal(residual_of(optimizer, frozen), before[1])
+            assert torch.equal(layer_residual(optimizer, frozen), before[1])
             frozen.requires_grad_(True)
         loss = torch.zeros(())
         for place, p in enumerate(ps):
@@ -81,7 +82,7 @@ def ledger(compressor, bucket_bytes):
     for place, p in enumerate(ps):
         rate = 0.5 if p is late else 1.0
         arrived = (start[place] - p.detach()) / rate
-        waits = mean_over_ranks(residual_of(optimizer, p))
+        waits = mean_over_ranks(layer_residual(optimizer, p))
         assert (arrived + waits - mean_over_ranks(given[place])).abs().max() < 1e-4, place
     assert hvd.compression_stats(optimizer).steps == STEPS
     return bits(ps)
