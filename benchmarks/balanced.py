@@ -112,7 +112,7 @@ def main() -> None:
             runs = [trained(way, ranks, optimizer, seed) for seed in SEEDS]
             loss, moved = (statistics.mean(numbers) for numbers in zip(*runs))
             ratio = volume("allreduce", 4.0 * 85_002, ranks) / moved
-            row = {"way": str(way), "ranks": ranks, "optimizer": optimizer}
+            row = {"method": str(way), "ranks": ranks, "optimizer": optimizer}
             rows.append({**row, "losses": [run[0] for run in runs], "bytes": moved})
             shown.append(f"{loss:.3f}, {ratio:.3g}")
         print(f"| `{way}` | {' | '.join(shown)} |", flush=True)

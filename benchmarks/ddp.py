@@ -108,7 +108,7 @@ def measured() -> list[Row]:
     rows = []
     for way in WAYS:
         ms = statistics.median(times[way])
-        row = {"way": way, "ms": ms, "of_stock": ms / stock, "spread": _spread(times[way])}
+        row = {"method": way, "ms": ms, "of_stock": ms / stock, "spread": _spread(times[way])}
         rows.append({**row, "waited": statistics.median(waited[way])})
     return rows
 
@@ -175,7 +175,7 @@ def main() -> None:
     print("| way | ms a step | spread | / stock | waited |\n|---|--:|--:|--:|--:|")
     for row in rows:
         ms, ratio, waited = f"{row['ms']:,.1f}", f"{row['of_stock']:.2f}", f"{row['waited']:,.1f}"
-        print(f"| {row['way']} | {ms} | {row['spread']:.0%} | {ratio} | {waited} |")
+        print(f"| {row['method']} | {ms} | {row['spread']:.0%} | {ratio} | {waited} |")
     kept = []
     if not given.no_memory:
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
@@ -184,7 +184,7 @@ def main() -> None:
         for way in WAYS:
             hows = [(False, False), (True, False), (True, True)][: 2 if way == STOCK else 3]
             peaks = [spawn((way, *how)) for how in hows]
-            kept.append({"way": way, "peaks": peaks})
+            kept.append({"method": way, "peaks": peaks})
             shown = [f"{x:.1f}" for x in peaks] + [""] * (3 - len(peaks))
             print(f"| {way} | {' | '.join(shown)} |")
     if given.json:

@@ -66,16 +66,16 @@ def measured(rate: str, rounds: int, timeout: float) -> Rows:
                 print(f"{count} hosts, for {ahead}", flush=True)
     rows = []
     for (count, ahead), said in found.items():
-        took = {row["way"]: row["measured_ms"] for row in found[ahead, ahead]["rows"]}
+        took = {row["method"]: row["measured_ms"] for row in found[ahead, ahead]["rows"]}
         for row in said["rows"]:
-            if took.get(row["way"]) is not None:
+            if took.get(row["method"]) is not None:
                 rows.append(
                     {
                         "from": count,
                         "to": ahead,
-                        "way": row["way"],
+                        "method": row["method"],
                         "predicted_ms": row["predicted_ms"],
-                        "measured_ms": took[row["way"]],
+                        "measured_ms": took[row["method"]],
                     }
                 )
     return rows
@@ -86,10 +86,10 @@ def table(rows: Rows) -> str:
     pairs = list(dict.fromkeys((row["from"], row["to"]) for row in rows))
     heads = " | ".join(f"{a}, measured there" if a == b else f"{a} for {b}" for a, b in pairs)
     lines = [f"| exchange, predicted / measured | {heads} |", "|---|" + "--:|" * len(pairs)]
-    for way in dict.fromkeys(row["way"] for row in rows):
+    for way in dict.fromkeys(row["method"] for row in rows):
         cells = []
         for pair in pairs:
-            (row,) = (r for r in rows if (r["from"], r["to"]) == pair and r["way"] == way)
+            (row,) = (r for r in rows if (r["from"], r["to"]) == pair and r["method"] == way)
             ratio = row["predicted_ms"] / row["measured_ms"]
             cells.append(f"{ratio:.2f} of {row['measured_ms']:.0f} ms")
         lines.append(f"| `{way}` | {' | '.join(cells)} |")

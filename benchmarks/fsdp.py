@@ -116,7 +116,7 @@ def measured() -> list[Row]:
     for way, training in trainings.items():
         ms = statistics.median(times[way])
         sent = training.bytes_sent() / (FIRST + ROUNDS) if way != STOCK else 4 * shard
-        rows.append({"way": way, "ms": ms, "of_stock": ms / stock, "bytes_a_step": sent})
+        rows.append({"method": way, "ms": ms, "of_stock": ms / stock, "bytes_a_step": sent})
     return rows
 
 
@@ -183,7 +183,7 @@ def main() -> None:
     print("| way | ms a step | / stock | bytes a step |\n|---|--:|--:|--:|")
     for row in rows:
         ms, ratio = f"{row['ms']:,.1f}", f"{row['of_stock']:.2f}"
-        print(f"| {row['way']} | {ms} | {ratio} | {row['bytes_a_step']:,.0f} |")
+        print(f"| {row['method']} | {ms} | {ratio} | {row['bytes_a_step']:,.0f} |")
     if given.json:
         given.json.write_text(json.dumps({"where": where, "rows": rows}, indent=1) + "\n")
 

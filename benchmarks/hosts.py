@@ -156,10 +156,10 @@ def by_way(
 ) -> Table:
     """A line for each way, a column for each run."""
     table = Table(title=heading, box=box.MARKDOWN)
-    table.add_column("way")
+    table.add_column("method")
     for head, _ in columns:
         table.add_column(head, justify="right")
-    found = [{row["way"]: cell(row) for row in rows} for _, rows in columns]
+    found = [{row["method"]: cell(row) for row in rows} for _, rows in columns]
     for way in dict.fromkeys(way for cells in found for way in cells):
         table.add_row(way, *(cells.get(way, "") for cells in found))
     return table
@@ -181,13 +181,13 @@ def prediction(runs: list[Result]) -> tuple[list[str], bool]:
         for run in (run for run in runs if run["hosts"] == count):
             rows = [row for row in run["advice"]["rows"] if row["element_ratio"]]
             for row in rows:
-                errors.setdefault(asked_ratio(row["way"]), []).append(abs(row["error"]))
+                errors.setdefault(asked_ratio(row["method"]), []).append(abs(row["error"]))
             picked = min(rows, key=lambda row: row["predicted_ms"])
             fastest = min(rows, key=lambda row: row["measured_ms"])
             times = picked["measured_ms"] / fastest["measured_ms"]
             lines.append(
-                f"{title(run)}: fastest by prediction {picked['way']}, by measurement "
-                f"{fastest['way']}: {times:.2f} of its time; advice for a step: "
+                f"{title(run)}: fastest by prediction {picked['method']}, by measurement "
+                f"{fastest['method']}: {times:.2f} of its time; advice for a step: "
                 f"{run['advice']['use'] or run['advice']['answer']}"
             )
             held = held and (count != 2 or times <= SLOWER)
@@ -203,7 +203,7 @@ def draw(runs: list[Result], path: Path) -> None:
     """Medians and their spread, a panel for each rate, a mark for each number of hosts."""
     rates = list(dict.fromkeys(run["rate"] for run in runs))
     counts = sorted({run["hosts"] for run in runs})
-    ways = list(dict.fromkeys(row["way"] for run in runs for row in run["exchange"]))
+    ways = list(dict.fromkeys(row["method"] for run in runs for row in run["exchange"]))
     size = (3.0 + 2.5 * len(rates), 1.6 + 0.26 * len(ways))
     with pyplot.rc_context(style.SETTINGS):
         figure, panels = pyplot.subplots(
@@ -217,7 +217,7 @@ def draw(runs: list[Result], path: Path) -> None:
                 aside = 0.25 * (place - (len(counts) - 1) / 2)
                 drawn[f"{run['hosts']} hosts"] = axes.errorbar(
                     [row["ms"] for row in rows],
-                    [ways.index(row["way"]) + aside for row in rows],
+                    [ways.index(row["method"]) + aside for row in rows],
                     xerr=(low, high),
                     fmt=style.MARKS[place],
                     markersize=4,
@@ -239,7 +239,7 @@ def bars(runs: list[Result]) -> tuple[list[str], bool]:
     for run in (run for run in runs if run["hosts"] == 2 and run["rate"] in BARS):
         found: dict[str, list[tuple[Result, float]]] = {}
         for row in run["exchange"]:
-            ratio, way = asked_ratio(row["way"]), row["way"]
+            ratio, way = asked_ratio(row["method"]), row["method"]
             if way.startswith(SPARSE) and ratio in BARS[run["rate"]]:
                 setting = f"one element in {ratio}"
                 found.setdefault(setting, []).append((row, BARS[run["rate"]][ratio]))
@@ -252,7 +252,7 @@ def bars(runs: list[Result]) -> tuple[list[str], bool]:
                 found.setdefault("quantized", []).append((row, QUANTIZED_BARS[run["rate"]]))
         for setting, rows in found.items():
             least = rows[0][1]
-            speeds = ", ".join(f"{row['way']} {row['times_faster']:.1f}" for row, _ in rows)
+            speeds = ", ".join(f"{row['method']} {row['times_faster']:.1f}" for row, _ in rows)
             holds = all(row["times_faster"] >= bar for row, bar in rows)
             lines.append(
                 f"{title(run)}, {setting}: {least:g} times faster than dense "

@@ -246,7 +246,7 @@ def table_of_times(found: dict[str, list[float]]) -> str:
         middle = statistics.median(seconds)
         spread = f"{1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f}"
         rows.append([name, f"{1e3 * middle:.1f}", spread, f"{middle / theirs:.2f}"])
-    head = ["way", "ms a step, median", "least to most", "of the hook's"]
+    head = ["method", "ms a step, median", "least to most", "of the hook's"]
     return tabulate(rows, head, tablefmt="github", disable_numparse=True)
 
 

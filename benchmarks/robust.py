@@ -87,7 +87,7 @@ def main() -> None:
                 losses[lie] = trained(way, lie)
             except ArithmeticError:  # a gradient that is not finite
                 losses[lie] = float("inf")
-        rows.append({"way": str(way), "losses": losses})
+        rows.append({"method": str(way), "losses": losses})
         shown = [f"{x:.3f}" if x < 100 else "diverges" for x in losses.values()]
         print(f"| `{way}` | {' | '.join(shown)} |", flush=True)
     if given.json:

@@ -391,11 +391,11 @@ def overview(path, stacked=False):
     }
     runs = measured("hosts.json")["runs"]
     for row in runs[0]["exchange"]:
-        if row["way"] in ways and row["element_ratio"] > 1:
-            ways[row["way"]] += f": one in {row['element_ratio']:.0f}"
+        if row["method"] in ways and row["element_ratio"] > 1:
+            ways[row["method"]] += f": one in {row['element_ratio']:.0f}"
     for place, run in enumerate(runs):
         rows = dict.fromkeys(ways, np.nan)  # those that were not measured at this rate
-        rows |= {row["way"]: row["ms"] for row in run["exchange"]}
+        rows |= {row["method"]: row["ms"] for row in run["exchange"]}
         rate = {"1gbit": "1 Gb/s", "100mbit": "100 Mb/s"}[run["rate"]]
         at = np.arange(len(ways)) + 0.4 * (place - 0.5)
         right.barh(at, [rows[w] for w in ways], 0.38, label=rate, color=style.COLOURS[place])

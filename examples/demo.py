@@ -94,7 +94,7 @@ def links(path: Path = HOSTS) -> Table:
     shown = Table(title="Noise in the shapes of ResNet-50, between two hosts (make hosts)")
     for title in ("method", "one element in", *(f"{rate}, ms" for rate in RATES.values())):
         shown.add_column(title, justify="left" if title == "method" else "right")
-    found = {(rate, one["way"]): one for rate, every in runs.items() for one in every}
+    found = {(rate, one["method"]): one for rate, every in runs.items() for one in every}
     for start in WAYS:
         ways = {
             way: one["element_ratio"] for (_, way), one in found.items() if way.startswith(start)

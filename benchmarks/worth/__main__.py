@@ -81,7 +81,7 @@ class Measured:
     def add(self, part: str, row: dict[str, Any], **which: Any) -> None:
         """Add a row, in the place of one that has the same way and the same `which`."""
         row = {**which, **row}
-        same = {"way": row["way"], **which}
+        same = {"method": row["method"], **which}
         self.all[part] = [
             r for r in self.all[part] if any(r.get(k) != v for k, v in same.items())
         ] + [row]
@@ -101,7 +101,7 @@ class Measured:
         """Return what was recommended at a ratio, in words."""
         (row,) = self.rows("advise", ratio=ratio)
         titles = {key: way.title for key, way in self.training.ways.items()}
-        text = f"at {ratio:g} advise says {titles[row['way']]}"
+        text = f"at {ratio:g} advise says {titles[row['method']]}"
         if row["within"] is None:
             return f"{text}, which was not timed"
         return (
@@ -122,11 +122,11 @@ class Measured:
 
     def steps(self, way: str) -> list[int | None]:
         """Return the steps to the target, by seed; None for never."""
-        return [row["steps"] for row in self.rows("train", way=way)]
+        return [row["steps"] for row in self.rows("train", method=way)]
 
     def ms(self, way: str, ratio: float) -> float | None:
         """Return the time of a step; None if it was not measured."""
-        rows = self.rows("time", way=way, ratio=ratio)
+        rows = self.rows("time", method=way, ratio=ratio)
         return rows[0]["ms"] if rows else None
 
     def predicted_ms(self, way: str, rate: float) -> float:
@@ -135,7 +135,7 @@ class Measured:
         Linear in the time of a dense exchange; beyond the fastest and the slowest link as there.
         """
         ratio = 8e3 * self.link_bytes / rate / self.all["compute_ms"]
-        rows = sorted(self.rows("time", way=way), key=lambda row: row["ratio"])
+        rows = sorted(self.rows("time", method=way), key=lambda row: row["ratio"])
         return float(np.interp(ratio, [r["ratio"] for r in rows], [r["ms"] for r in rows]))
 
     def speed_ups(self, way: str, ratio: float) -> list[float]:
@@ -144,8 +144,8 @@ class Measured:
         if ours is None or stock is None:
             return []
         found = []
-        for row in self.rows("train", way=way):
-            base = self.rows("train", way=STOCK, seed=row["seed"])
+        for row in self.rows("train", method=way):
+            base = self.rows("train", method=STOCK, seed=row["seed"])
             if row["steps"] and base:
                 found.append(base[0]["steps"] * stock / (row["steps"] * ours))
         return found
@@ -208,7 +208,7 @@ def measure(measured: Measured, options: argparse.Namespace, console: Console) -
             for seed in options.seeds:
                 _train(measured, hosts, options, console, ways, seed)
         for ratio in options.ratios if "time" in options.parts else ():
-            known = {row["way"] for row in measured.rows("time", ratio=ratio)}
+            known = {row["method"] for row in measured.rows("time", ratio=ratio)}
             left = [way for way in ways if options.again or way not in known]
             hosts.set_rate(measured.rate(ratio))
             seconds = sum(_seconds(measured, way, ratio) for way in left)
@@ -218,7 +218,7 @@ def measure(measured: Measured, options: argparse.Namespace, console: Console) -
             )
             for row in job(hosts, options.task, "time", left, **how) if left else ():
                 measured.add("time", row, ratio=ratio)
-                console.print(f"  {row['way']}: {row['ms']:.1f} ms a step")
+                console.print(f"  {row['method']}: {row['ms']:.1f} ms a step")
         for ratio in options.ratios if "advise" in options.parts else ():
             hosts.set_rate(measured.rate(ratio))
             said = advised.advice(hosts, options.data, options.timeout)
@@ -228,8 +228,8 @@ def measure(measured: Measured, options: argparse.Namespace, console: Console) -
         if "whole" in options.parts:
             hosts.set_rate(measured.rate(CHECKED))
             for way in options.whole:
-                if options.again or not measured.rows("whole", way=way):
-                    base = measured.rows("train", way=STOCK, seed=1)
+                if options.again or not measured.rows("whole", method=way):
+                    base = measured.rows("train", method=STOCK, seed=1)
                     if not base and way != STOCK:
                         raise SystemExit("`whole` needs the target of seed 1: --parts train whole")
                     given = None if way == STOCK else base[0]["target"]
@@ -247,7 +247,7 @@ def _train(
     seed: int,
 ) -> None:
     """Train to the target with each way that is not known; stock Horovod sets the target."""
-    known = {row["way"] for row in measured.rows("train", seed=seed)}
+    known = {row["method"] for row in measured.rows("train", seed=seed)}
     left = [way for way in ways if options.again or way not in known]
     how = {"folder_of_data": options.data, "timeout": options.timeout}
     most = sum(measured.training.goal * (LIMIT if way != STOCK else 1) for way in left)
@@ -255,7 +255,7 @@ def _train(
     if left:
         console.print(f"seed {seed}: {len(left)} ways to train, at most {minutes:.0f} minutes")
     for way in left:
-        base = measured.rows("train", way=STOCK, seed=seed)
+        base = measured.rows("train", method=STOCK, seed=seed)
         target = base[0]["target"] if base and way != STOCK else None
         for row in job(hosts, options.task, "train", [way], seed=seed, target=target, **how):
             measured.add("train", row, seed=seed)
@@ -264,7 +264,7 @@ def _train(
 
 def _seconds(measured: Measured, way: str, ratio: float) -> float:
     """Estimate how long it takes to time a way: computation, link, and the start of ranks."""
-    rows = measured.rows("train", way=way)
+    rows = measured.rows("train", method=way)
     share = rows[0]["bytes_a_step"] / (4 * measured.all["parameters"]) if rows else 1.0
     steps = measured.training.ways[way].lead + TIMED
     return 2 + steps * measured.all["compute_ms"] / 1e3 * (1.2 + ratio * share)
@@ -274,11 +274,11 @@ def table(measured: Measured) -> Table:
     """Return times faster to the target than stock Horovod, by way and ratio."""
     ratios = sorted({row["ratio"] for row in measured.all["time"]})
     found = Table(title=f"{measured.training.title}: times sooner", box=box.MARKDOWN)
-    heads = ("way", "bytes / a step", "steps to the target")
+    heads = ("method", "bytes / a step", "steps to the target")
     for head in (*heads, *(f"{ratio:g}" for ratio in ratios)):
-        found.add_column(head, justify="left" if head == "way" else "right")
+        found.add_column(head, justify="left" if head == "method" else "right")
     for key, way in measured.training.ways.items():
-        rows = measured.rows("train", way=key)
+        rows = measured.rows("train", method=key)
         if not rows:
             continue
         fewer = statistics.median(4 * r["parameters"] / r["bytes_a_step"] for r in rows)

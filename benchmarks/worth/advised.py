@@ -80,7 +80,7 @@ def compared(said: dict[str, Any], sooner: dict[str, list[float]]) -> dict[str, 
     way, best = way_of(said), max(middle, key=lambda key: middle[key])
     local = said["local_steps"]
     return {
-        "way": way,
+        "method": way,
         "expected": local["sooner"] if local else None,
         "sooner": middle.get(way),
         "best": best,

@@ -26,7 +26,7 @@ def timed_here(known: worth.Measured) -> dict[str, float]:
     except (HostsError, JobError) as error:
         print(f"A step over the slow link cannot be timed here. {error}", file=sys.stderr)
         return {}
-    return {row["way"]: row["ms"] for row in rows}
+    return {row["method"]: row["ms"] for row in rows}
 
 
 def training(path: Path) -> Table:

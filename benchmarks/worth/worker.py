@@ -171,7 +171,7 @@ def main() -> None:
         found["parameters"] = sum(p.numel() for p in run.model.parameters())
         run.close()
         if hvd.rank() == 0:
-            result = {"way": key, "seed": seed, **found}
+            result = {"method": key, "seed": seed, **found}
             print(MARK + json.dumps(result), flush=True)
     hvd.shutdown()
 

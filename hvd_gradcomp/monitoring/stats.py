@@ -94,7 +94,7 @@ class CompressionStats:
             if self.residual_ratio is not None:
                 rows["residual norm"] += f", {self.residual_ratio:.3g} times the gradient's"
         rows.update({f"{name} loss": f"{value:.3g}" for name, value in self.losses.items()})
-        lines = [f"{name:<15}  {said}" for name, said in rows.items()]
+        lines = [f"{name:<15}  {text}" for name, text in rows.items()]
         density = self.density
         if density:
             lines.append("elements sent, by layer:")

@@ -84,7 +84,7 @@ def test_ways_of_worth_are_timed_and_trained(tmp_path):
             command, cwd=ROOT, env=environment(), check=True, timeout=300, capture_output=True
         )
         rows += worth.results(done.stdout.decode())
-    assert [row["way"] for row in rows] == ["", "ddp", "hook", "sparse-5", "stock", "local"]
+    assert [row["method"] for row in rows] == ["", "ddp", "hook", "sparse-5", "stock", "local"]
     assert all(row["ms"] > 0 for row in rows[:4])
     stock, local = rows[4:]
     assert stock["steps"] == 30 and stock["target"] == stock["looks"][0][1] == local["target"]

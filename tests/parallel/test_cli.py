@@ -49,14 +49,14 @@ def test_bench(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     said = json.loads(figures.read_text())
     dense, qsgd, dgc, _ = said["rows"]
-    assert (said["ranks"], dense["way"]) == (2, "dense (stock Horovod)")
+    assert (said["ranks"], dense["method"]) == (2, "dense (stock Horovod)")
     elements = dense["bytes"] / 4
     assert elements == 16 * 9 + 16 + 576 * 64 + 64 + 64 * 10 + 10
     assert qsgd["bytes"] < 0.52 * elements + 1500
     assert 50 < dgc["element_ratio"] < 200
     for row in said["rows"]:
         assert row["min"] <= row["ms"] <= row["max"]
-        assert row["way"].partition("(")[0] in done.stdout
+        assert row["method"].partition("(")[0] in done.stdout
         parts = row["encode"] + row["collective"] + row["decode"]
         assert math.isclose(parts, row["ms"]), "the bars of the picture are as long as they say"
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -70,7 +70,7 @@ def test_advise(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     said = json.loads(figures.read_text())
     assert (said["optimizer"], said["moments"], said["for_hosts"]) == ("AdamW", "sample", None)
-    ways = [row["way"] for row in said["rows"]]
+    ways = [row["method"] for row in said["rows"]]
     assert ways[2:] == ["DGC(density=0.01, momentum=0.0)", "ScaleCom()", "Variance(alpha=2.0)"]
     assert "DGC(density=0.01) cannot take AdamW's momentum over" in done.stderr
     told = " ".join(done.stdout.replace("[0]<stdout>:", "").split())
@@ -91,7 +91,7 @@ def test_advise(tmp_path: Path):
     assert said["rows"][0]["hosts"] == {str(2**k): 1.0 for k in range(1, 11)}
     assert math.isclose(said["rows"][1]["hosts"]["2"], said["rows"][1]["faster"][1])
     dense, *ways = said["rows"]
-    used = next((row for row in ways if row["way"] == said["use"]), None)
+    used = next((row for row in ways if row["method"] == said["use"]), None)
     assert (said["answer"] == "use") == (used is not None)
     assert {"use": "Use ", "none": "Use none", "cannot say": "Cannot say"}[said["answer"]] in (
         done.stdout
@@ -136,7 +136,7 @@ def test_compare(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     none, qsgd, dgc = json.loads(figures.read_text())["rows"]
-    assert none["way"] == "None()"
+    assert none["method"] == "None()"
     assert len(none["losses"]) == 12
     assert none["losses"][0] == qsgd["losses"][0] == dgc["losses"][0]  # all begin alike
     assert abs(qsgd["loss"] - none["loss"]) < 0.1
@@ -196,7 +196,7 @@ def test_json_takes_the_place_of_the_table():
         "bench", "-m", f"{WORKER}:factory", "-r", "2", "-c", "dgc", "--json", "-", ranks=1
     )
     assert done.returncode == 0, done.stderr
-    assert [row["way"] for row in json.loads(done.stdout)["rows"]][1:] == ["DGC()"]
+    assert [row["method"] for row in json.loads(done.stdout)["rows"]][1:] == ["DGC()"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -137,7 +137,7 @@ def test_installed_in_the_command_line(command, installed, tmp_path):
     )
     done = said(installed, *horovodrun(installed), *start, *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    ways = [row["way"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]]
+    ways = [row["method"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]]
     assert ways[1:] == ["PowerIteration()", "RandomStretch()", "PowerIteration(rank=1)"]
 
 

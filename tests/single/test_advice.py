@@ -23,10 +23,10 @@ from hvd_gradcomp import (
     VarianceCompressor,
     after,
 )
-from hvd_gradcomp.cli import advise, advised, options
+from hvd_gradcomp.cli import advise, advise_report, options
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.tuning import fewer_exchanges
-from hvd_gradcomp.tuning.advice import (
+from hvd_gradcomp.tuning.recommend import (
     BEYOND,
     ERROR,
     WORTH,
@@ -48,7 +48,7 @@ HERE = 1e9
 
 
 @st.composite
-def cases(draw, compute, backward, name="way"):
+def cases(draw, compute, backward, name="method"):
     """Steps that take so long on any link, and so many bits over it."""
     work, bits = draw(st.floats(0, 5)), draw(st.floats(1e3, 1e10))
     predicted = work + bits / HERE
@@ -180,6 +180,13 @@ def test_without_a_measurement_the_error_of_the_model_counts():
     assert decide([], HERE).answer == "none"
 
 
+def row_of(step: Span, measured: float | None) -> advise_report.Row:
+    """Return a row with a step's milliseconds, and whether an exchange was measured."""
+    one = Span(1.0, 1.0, 1.0)
+    times = (1.0, measured, None, one, step.middle, step)
+    return advise_report.Row("dense", 1.0, 1.0, *times, one, {}, None, None, {})
+
+
 @pytest.mark.parametrize(
     ("answer", "below", "words"),
     [
@@ -193,9 +200,9 @@ def test_without_a_measurement_the_error_of_the_model_counts():
 def test_the_sentence_at_the_end(answer, below, words):
     step = Span(0.01, 0.02, 0.03)
     best = Estimate("QSGD(bits=8)", step, step, Span(1.6, 3.0, 7.0), Span(*below))
-    dense = {"step_span_ms": [50.0, 60.0, 70.0], "measured_ms": 60.0}
-    assert words in advised.said(Verdict(answer, best), dense, HERE)
-    assert "nothing" not in advised.said(Verdict("none", None), dense, HERE)
+    dense = row_of(Span(50.0, 60.0, 70.0), 60.0)
+    assert words in advise_report.recommendation(Verdict(answer, best), dense, HERE)
+    assert "nothing" not in advise_report.recommendation(Verdict("none", None), dense, HERE)
 
 
 @pytest.mark.parametrize("measured", [60.0, None])
@@ -203,8 +210,8 @@ def test_more_rounds_are_asked_for_only_where_they_say_more(measured):
     """What was not measured lies 30 % around a prediction, however many rounds there are."""
     span = Span(0.01, 0.02, 0.03)
     best = Estimate("QSGD()", span, span, Span(0.5, 1.0, 2.0), Span(0.0, 1e9, 2e9))
-    dense = {"step_span_ms": [50.0, 60.0, 70.0], "measured_ms": measured}
-    said = advised.said(Verdict("cannot say", best), dense, HERE)
+    dense = row_of(Span(50.0, 60.0, 70.0), measured)
+    said = advise_report.recommendation(Verdict("cannot say", best), dense, HERE)
     assert ("Take more rounds (--rounds 20)" in said) is (measured is not None)
     assert ("Let it measure whole exchanges" in said) is (measured is None)
 
@@ -216,7 +223,7 @@ class WithoutTheWord(SparseGDCompressor):
 
 def test_a_method_is_named_as_its_class_is():
     for compressor in (WithoutTheWord(density=0.5), SparseGDCompressor(density=0.5)):
-        assert advised._written(brief(compressor)).startswith(type(compressor).__name__ + "(")
+        assert advise_report._written(brief(compressor)).startswith(type(compressor).__name__ + "(")
 
 
 def test_what_goes_first_goes_before_what_is_faster_if_it_pays():
@@ -254,7 +261,7 @@ def test_usual_settings_are_those_that_people_train_with():
 @pytest.mark.parametrize(("shared", "all_of_it"), [(3.0, True), (1.0, False), (None, False)])
 def test_probes_are_explained(shared, all_of_it):
     densities = dict.fromkeys(("density_variance", "density_egc", "density_dgc"), 0.1)
-    told = advised.probes(
+    told = advise_report.probes(
         {"entropy": 3.1, "mutual_information": shared, "chance": 0.2, **densities}
     )
     assert ("the same batches" in told) == all_of_it
@@ -275,7 +282,7 @@ def test_local_steps_are_worth_it_where_exchanges_take_most_of_a_step():
     needed = choice.setting.steps.middle
     assert choice.sooner.middle == pytest.approx(0.11 / (choice.step.middle * needed))
     assert choice.sooner.low < choice.sooner.middle < choice.sooner.high
-    text = advised.recommended_local_steps(advise.local_steps_of(choice))
+    text = advise_report.recommended_local_steps(advise.local_steps_of(choice))
     assert "LocalSteps(every=15) with Int8Compressor()" in text
     assert fewer_exchanges.choose({}, around(0.1), around(0.11), 0.01) is None
     assert fewer_exchanges.choose(exchanges, around(0.009), around(0.019), 0.01) is None
@@ -288,10 +295,10 @@ def test_what_is_advised_is_within_a_fifth_of_the_best_that_was_measured(ratio):
     """Of ways between two hosts, by how communication-bound a step is; at 0.3 none is advised."""
     measured = json.loads((ROOT / "docs/measured/worth-transformer.json").read_text())
     compute = measured["compute_ms"]
-    ms = {row["way"]: row["ms"] for row in measured["time"] if row["ratio"] == ratio}
+    ms = {row["method"]: row["ms"] for row in measured["time"] if row["ratio"] == ratio}
     steps = defaultdict(list)
     for row in measured["train"]:
-        steps[row["way"]].append(row["steps"])
+        steps[row["method"]].append(row["steps"])
     goal = measured["goal"]
     sooner = {
         way: ms["stock"] / each * goal / statistics.median(steps[way])
@@ -314,7 +321,7 @@ def test_what_is_advised_is_within_a_fifth_of_the_best_that_was_measured(ratio):
 
 
 def test_predictions_for_more_hosts_are_taken_to_be_less_certain():
-    case = Case("way", 1.0, 0.0, [], lambda b: 1.0)
+    case = Case("method", 1.0, 0.0, [], lambda b: 1.0)
     assert exchange_of(case) == pytest.approx((1 - ERROR, 1.0, 1 + ERROR))
     assert exchange_of(case._replace(error=BEYOND)) == pytest.approx((1 - BEYOND, 1, 1 + BEYOND))
     rows = json.loads((ROOT / "docs/measured/extrapolation.json").read_text())

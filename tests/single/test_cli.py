@@ -21,7 +21,7 @@ import hvd_gradcomp
 from hvd_gradcomp import NoneCompressor, StromCompressor
 from hvd_gradcomp.cli import (
     COMMANDS,
-    advised,
+    advise_report,
     bench,
     compare,
     hosts,
@@ -32,6 +32,7 @@ from hvd_gradcomp.cli import (
 )
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.tuning import models
+from hvd_gradcomp.tuning.recommend import Span
 from tests.methods import CLASSES, EVERY
 
 pytestmark = pytest.mark.usefixtures("horovod_ends")
@@ -245,24 +246,33 @@ figures = st.floats(1e-3, 1e6)
 @given(st.lists(figures, min_size=9, max_size=9), st.sampled_from([*options.usual().values()]))
 def test_tables_fit_a_terminal(drawn, compressor):
     low, middle, high, *_ = sorted(drawn)
-    step = {"way": brief(compressor), "ms": middle, "min": low, "max": high, "bytes": high}
+    step = {"method": brief(compressor), "ms": middle, "min": low, "max": high, "bytes": high}
     ratios = dict(zip(("element_ratio", "byte_ratio", "ratio", "times_faster"), drawn))
     rest = dict(zip(("encode", "collective", "decode", "loss"), drawn[4:]))
     row = {**step, **ratios, **rest, "ms": middle + 1e-3}
-    advice = {
-        **row,
-        "predicted_ms": middle,
-        "exchange_span_ms": (low, middle, high),
-        "step_ms": middle,
-        "faster": (low, middle, high),
-        "pays_below": high,
-        "hosts": dict.fromkeys(advised.HOSTS, high),
-    }
+    span = Span(low, middle, high)
+    advice = advise_report.Row(
+        method=brief(compressor),
+        element_ratio=row["element_ratio"],
+        byte_ratio=row["byte_ratio"],
+        predicted_ms=middle,
+        measured_ms=None,
+        error=None,
+        exchange_span_ms=span,
+        step_ms=middle,
+        step_span_ms=span,
+        faster=span,
+        local_ms=dict.fromkeys(advise_report.EVERY, high),
+        pays_below=high,
+        pays_below_span=span,
+        hosts=dict.fromkeys(advise_report.HOSTS, high),
+    )
     for text in (
         bench.table([row]),
         compare._table([row]),
-        advised.table([advice], measured=True),
-        advised.hosts([advice]),
+        advise_report.table([advice], measured=True),
+        advise_report.hosts([advice]),
+        advise_report.local_steps([advice]),
     ):
         assert max(map(len, text.splitlines())) <= options.WIDTH, text
 

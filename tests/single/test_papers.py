@@ -233,7 +233,7 @@ def test_losses_of_the_readme_are_among_the_rows():
 
 def test_speeds_of_the_readme_have_their_settings_and_were_measured():
     runs = json.loads((ROOT / "docs/measured/hosts.json").read_text())["runs"]
-    rows = {(run["rate"], row["way"]): row for run in runs for row in run["exchange"]}
+    rows = {(run["rate"], row["method"]): row for run in runs for row in run["exchange"]}
     text = (ROOT / "README.md").read_text()
     for shown, way in {
         "QSGDCompressor(bits=4)": "QSGD()",

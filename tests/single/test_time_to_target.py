@@ -14,7 +14,7 @@ from hvd_gradcomp import BF16Compressor, Int8Compressor, QSGDCompressor, StromCo
 from hvd_gradcomp.cli import advise
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.tuning import fewer_exchanges
-from hvd_gradcomp.tuning.advice import Span
+from hvd_gradcomp.tuning.recommend import Span
 
 TRAINING = TASKS["transformer"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,11 +27,11 @@ def measured(tmp_path):
     found.all |= {"compute_ms": 100.0, "parameters": 250_000}
     for seed, steps in ((1, 600), (2, None)):
         common = {"parameters": 250_000, "target": 2.0, "looks": [], "seconds": 1.0}
-        stock = {"way": STOCK, "steps": 420, "bytes_a_step": 1e6, **common}
+        stock = {"method": STOCK, "steps": 420, "bytes_a_step": 1e6, **common}
         found.add("train", stock, seed=seed)
-        found.add("train", {**stock, "way": "bf16", "steps": steps}, seed=seed)
-    found.add("time", {"way": STOCK, "ms": 1100.0}, ratio=10.0)
-    found.add("time", {"way": "bf16", "ms": 550.0}, ratio=10.0)
+        found.add("train", {**stock, "method": "bf16", "steps": steps}, seed=seed)
+    found.add("time", {"method": STOCK, "ms": 1100.0}, ratio=10.0)
+    found.add("time", {"method": "bf16", "ms": 550.0}, ratio=10.0)
     return found
 
 
@@ -48,15 +48,15 @@ def test_speed_up_is_of_steps_and_of_their_time(measured):
 
 
 def test_a_step_is_predicted_between_links_that_were_timed(measured):
-    measured.add("time", {"way": "bf16", "ms": 200.0}, ratio=3.0)
+    measured.add("time", {"method": "bf16", "ms": 200.0}, ratio=3.0)
     assert measured.predicted_ms("bf16", 8e6) == 550.0  # 10 times a step
     assert measured.predicted_ms("bf16", 8e7 / 6.5) == 375.0  # half way between 3 and 10
     assert measured.predicted_ms("bf16", 1e9) == 200.0
 
 
 def test_a_row_takes_the_place_of_the_same_one(measured):
-    measured.add("time", {"way": "bf16", "ms": 500.0}, ratio=10.0)
-    assert [row["ms"] for row in measured.rows("time", way="bf16")] == [500.0]
+    measured.add("time", {"method": "bf16", "ms": 500.0}, ratio=10.0)
+    assert [row["ms"] for row in measured.rows("time", method="bf16")] == [500.0]
     again = worth.Measured(measured.path, TRAINING, 2)
     assert again.all == measured.all
     with pytest.raises(SystemExit, match="another measurement"):
@@ -82,7 +82,7 @@ def test_the_page_has_what_was_measured(training):
     rows = [line.strip("| ").split(" | ") for line in part.split("\n")]
     shown = {row[0]: row[3:] for row in rows if len(row) == 8}
     ratios = sorted({row["ratio"] for row in kept.all["time"]})
-    for way in {row["way"] for row in kept.all["train"]}:
+    for way in {row["method"] for row in kept.all["train"]}:
         cells = [worth.cell(kept, way, ratio) for ratio in ratios]
         assert shown[training.ways[way].title] == cells
 
@@ -92,7 +92,7 @@ def test_the_page_has_what_was_measured_on_four_hosts():
     part = (ROOT / "docs/worth.md").read_text().partition("## Four hosts")[2]
     rows = [line.strip("| ").split(" | ") for line in part.split("\n")]
     shown = {row[0]: row[3:] for row in rows if len(row) == 5}
-    for way in {row["way"] for row in kept.all["train"]}:
+    for way in {row["method"] for row in kept.all["train"]}:
         cells = [worth.cell(kept, way, ratio) for ratio in (10.0, 30.0)]
         assert shown[TRAINING.ways[way].title] == cells
 
@@ -102,7 +102,7 @@ def test_what_advise_says_is_compared_with_the_best_that_was_timed(measured):
     sooner = {STOCK: [1.0, 1.0], "bf16": [1.4], "local-int8": [2.0, 3.0, 2.8], "qsgd": []}
     for use, way, within in ((None, STOCK, 2.8), (brief(BF16Compressor()), "bf16", 2.0)):
         row = advised.compared({**said, "use": use}, sooner)
-        assert (row["way"], row["best"], row["within"]) == (
+        assert (row["method"], row["best"], row["within"]) == (
             way,
             "local-int8",
             pytest.approx(within),
