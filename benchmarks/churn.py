@@ -232,8 +232,8 @@ class HorovodRanks:
             words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:  # it has ended
             return ""
-        told = dict(word.decode().partition("=")[::2] for word in words if b"=" in word)
-        return told.get("HOROVOD_HOSTNAME", "")
+        environment = dict(word.decode().partition("=")[::2] for word in words if b"=" in word)
+        return environment.get("HOROVOD_HOSTNAME", "")
 
     def ended(self) -> list[int]:
         """Return the driver's code, if it has ended by itself."""
@@ -322,7 +322,7 @@ def main() -> None:
     how = options.step, options.seed
     calm = measured(options.over, options.ranks, 60 * options.minutes, 0, *how)
     churn = measured(options.over, options.ranks, 60 * options.minutes, options.every, *how)
-    found = {
+    result = {
         "over": options.over,
         "ranks": options.ranks,
         "minutes": options.minutes,
@@ -334,10 +334,10 @@ def main() -> None:
         "with_kills": churn,
         "goodput": round(churn["steps"] / calm["steps"], 4),
     }
-    print(json.dumps(found, indent=1))
+    print(json.dumps(result, indent=1))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    sys.exit(0 if found["goodput"] >= 0.85 else 1)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(0 if result["goodput"] >= 0.85 else 1)
 
 
 if __name__ == "__main__":

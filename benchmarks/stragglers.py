@@ -110,9 +110,9 @@ def main() -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each training")
     parser.add_argument("--json", type=Path, help="where the rows go")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(as_rank, (folder, given.seconds), RANKS)
+        torch.multiprocessing.spawn(as_rank, (folder, options.seconds), RANKS)
         rows = json.loads(Path(folder, "rows.json").read_text())
     print("| case | deadline | steps / s | exchanges | s to the target | loss at the end |")
     print("|---|--:|--:|--:|--:|--:|")
@@ -123,8 +123,8 @@ def main() -> int:
             f"| {row['case']} | {by} | {row['steps_a_second']:.0f} | {row['rounds']} | {target} | "
             f"{row['loss']:.3f} |"
         )
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
 
 

@@ -261,8 +261,8 @@ class ExchangeTracer:
             for p in self._planner.apart
         ]
         kinds = zlib.crc32(repr([self.kind_of(gradient) for gradient in gradients]).encode())
-        checks, most = self._sync.check_step(kinds, rows, messages)
-        self._rows.begin_step(most)
+        checks, most_rows = self._sync.check_step(kinds, rows, messages)
+        self._rows.begin_step(most_rows)
         return checks
 
     def _begin_bucket(

@@ -174,8 +174,8 @@ class TapeExchange:
     ) -> Any:
         """Return reduced gradients, nested like their sources; see `tf.GradientTape.gradient`."""
         nest, plain = self._begin(sources, unconnected_gradients)
-        found = self._stock.gradient(self._tape, target, plain, *arguments, **options)
-        reduced = self._with_zeros(found, plain)
+        gradients = self._stock.gradient(self._tape, target, plain, *arguments, **options)
+        reduced = self._with_zeros(gradients, plain)
         return reduced if nest is None else tf.nest.pack_sequence_as(nest, reduced)
 
     @tf.autograph.experimental.do_not_convert
@@ -373,13 +373,13 @@ def microbatch_gradients(
     for piece in zip(*pieces):
         with tf.GradientTape() as tape:
             value = loss(*piece) / passes
-        found = [tf.convert_to_tensor(g) for g in tape.gradient(value, list(sources))]
+        of_piece = [tf.convert_to_tensor(g) for g in tape.gradient(value, list(sources))]
         total += value
         if gradients is None or squares is None:
-            gradients, squares = found, [g * g for g in found]
+            gradients, squares = of_piece, [g * g for g in of_piece]
         else:
-            gradients = [a + g for a, g in zip(gradients, found)]
-            squares = [s + g * g for s, g in zip(squares, found)]
+            gradients = [a + g for a, g in zip(gradients, of_piece)]
+            squares = [s + g * g for s, g in zip(squares, of_piece)]
     assert gradients is not None and squares is not None
     weight = weight_of_passes(passes, tf.cast(tf.shape(batch[0])[0], tf.float64))
     moments = []

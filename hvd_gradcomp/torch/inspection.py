@@ -36,15 +36,15 @@ def reducer_of(source: Any) -> Reducer:
     """
     inside = getattr(source, "_orig_mod", source)  # a compiled model is registered by its inner one
     hashable = isinstance(inside, torch.nn.Module) or type(inside).__hash__ is not None
-    found = _reducers.get(inside) if hashable and hasattr(inside, "__weakref__") else None
-    if found is None:
+    reducer = _reducers.get(inside) if hashable and hasattr(inside, "__weakref__") else None
+    if reducer is None:
         raise TypeError(
             f"{type(source).__name__} exchanges nothing compressed here: pass the optimizer "
             "that hvd_gradcomp.torch.DistributedOptimizer returned, on a rank of its process set; "
             "with DistributedDataParallel the model that ddp.compress was given, or the state that "
             "it returned. A copy of such a model is compressed no more"
         )
-    return found
+    return reducer
 
 
 def reducers_of(source: Any) -> list[Reducer]:

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from benchmarks.papers.parts import Found, Scale
+from benchmarks.papers.parts import Measured, Scale
 from benchmarks.papers.registry import PARTS
 from benchmarks.points import DENSE, FRAMEWORKS, KERAS, PYTORCH, TAPE
 from benchmarks.worth import __main__ as worth
@@ -55,7 +55,7 @@ def test_rows_of_papers_are_trained_and_written(tmp_path):
     worker = ["python", "-m", "benchmarks.papers.worker", str(given)]
     command = [*HOROVODRUN, "--gloo", "-np", "2", *worker]
     subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=300)
-    found = Found(PARTS["egc"], folder)
+    found = Measured(PARTS["egc"], folder)
     assert found.scale == Scale(images=640, epochs=1)
     assert [*found.seeds("text-none")] == [2]
     (egc,), (plain,), (text,) = found["egc-2"], found["entropy"], found["text-none"]
@@ -74,8 +74,8 @@ def test_ways_of_worth_are_timed_and_trained(tmp_path):
     job = {"task": "transformer", "seed": 1, "target": None, "data": str(data)}
     rows = []
     for more in (
-        {"mode": "time", "ways": ["", "ddp", "hook", "sparse-5"], "timed": 5},
-        {"mode": "train", "ways": ["stock", "local"], "goal": 30},
+        {"mode": "time", "methods": ["", "ddp", "hook", "sparse-5"], "timed": 5},
+        {"mode": "train", "methods": ["stock", "local"], "goal": 30},
     ):
         given.write_text(json.dumps({**job, **more}))
         worker = ["python", "-m", "benchmarks.worth.worker", str(given)]

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import data, page
-from benchmarks.papers.parts import Found, Scale
+from benchmarks.papers.parts import Measured, Scale
 from benchmarks.papers.registry import PARTS
 from tests.fashion import write
 
@@ -78,7 +78,7 @@ def test_arguments_that_make_no_sense(monkeypatch, capsys, words, message):
 
 def test_rows_of_two_lengths_are_not_mixed(monkeypatch, capsys, tmp_path):
     part = PARTS["variance"]
-    Found(part, tmp_path).add(part.rows[0], Scale(images=640), 1, result(80.0, 1))
+    Measured(part, tmp_path).add(part.rows[0], Scale(images=640), 1, result(80.0, 1))
     with pytest.raises(SystemExit):
         call(monkeypatch, "--folder", str(tmp_path), "--parts", "variance")
     assert "has rows of 640 images" in capsys.readouterr().err
@@ -86,7 +86,7 @@ def test_rows_of_two_lengths_are_not_mixed(monkeypatch, capsys, tmp_path):
 
 def test_what_is_there_is_not_run_again(monkeypatch, tmp_path):
     part = PARTS["variance"]
-    Found(part, tmp_path).add(part.row("sgd/none"), Scale(), 1, result(80.0, 1))
+    Measured(part, tmp_path).add(part.row("sgd/none"), Scale(), 1, result(80.0, 1))
     started = []
     monkeypatch.setattr(papers, "start", lambda part, runs, ranks, options: started.append(runs))
     words = ["--folder", str(tmp_path), "--parts", "variance", "--rows", "sgd/none,sgd/strom-0.1"]
@@ -99,7 +99,7 @@ def test_what_is_there_is_not_run_again(monkeypatch, tmp_path):
 
 def test_the_page_is_made_of_what_was_measured(monkeypatch, capsys, tmp_path):
     part = PARTS["variance"]
-    found = Found(part, tmp_path)
+    found = Measured(part, tmp_path)
     for seed, score in ((1, 80.0), (2, 82.0), (3, 79.0)):
         found.add(part.row("sgd/none"), Scale(), seed, result(score, 1.0))
         found.add(part.row("sgd/variance-1"), Scale(), seed, result(score - 5, 30.0))
@@ -124,21 +124,21 @@ def test_the_page_is_made_of_what_was_measured(monkeypatch, capsys, tmp_path):
 
 def test_rows_whose_settings_have_changed_are_not_shown(tmp_path):
     part = PARTS["variance"]
-    found = Found(part, tmp_path)
+    found = Measured(part, tmp_path)
     found.add(part.rows[0], Scale(), 1, result(80.0, 1.0))
     found.content["rows"][0]["settings"]["rate"] = 7.0
     assert found[part.rows[0].key] == []
 
 
 def test_the_page_of_the_site_is_that_of_its_measurements():
-    every = [Found(part, ROOT / papers.FOLDER) for part in PARTS.values()]
+    every = [Measured(part, ROOT / papers.FOLDER) for part in PARTS.values()]
     assert page.text(every, Path("measured/papers")) == (ROOT / papers.PAGE).read_text(), (
         "run python -m benchmarks.papers --show"
     )
 
 
 def test_the_page_of_long_trainings_is_that_of_its_measurements():
-    every = [Found(part, ROOT / papers.LONG_FOLDER) for part in PARTS.values()]
+    every = [Measured(part, ROOT / papers.LONG_FOLDER) for part in PARTS.values()]
     every = [found for found in every if found.scale]
     text = page.text(every, Path("measured/papers-long"), page.length_of(every))
     assert text == (ROOT / papers.LONG_PAGE).read_text(), (
@@ -156,7 +156,7 @@ def test_the_page_of_long_trainings_is_that_of_its_measurements():
 )
 def test_a_claim_holds_in_its_direction(tmp_path, accuracy, ratio, verdicts):
     """The paper: 1.4 points behind none, at 52.4 elements for one that is sent."""
-    found = Found(PARTS["variance"], tmp_path)
+    found = Measured(PARTS["variance"], tmp_path)
     found.add(found.part.row("sgd/none"), Scale(), 1, result(80.0, 1.0))
     found.add(found.part.row("sgd/variance-1"), Scale(), 1, result(accuracy, ratio))
     claims = {claim.text: claim for claim in found.part.claims(found)}
@@ -197,7 +197,7 @@ def test_a_row_may_have_another_length():
 
 
 def test_a_part_without_a_paper_has_no_column_for_one(tmp_path):
-    found = Found(PARTS["transformer"], tmp_path)
+    found = Measured(PARTS["transformer"], tmp_path)
     found.add(found.part.row("none-300"), Scale(), 1, result(2.2, 1.0))
     found.add(found.part.row("qsgd-300"), Scale(), 1, result(2.2181, 1.0))
     text = page.text([found], Path("measured"))
@@ -207,7 +207,7 @@ def test_a_part_without_a_paper_has_no_column_for_one(tmp_path):
 
 
 def test_the_lines_of_the_readme_are_among_the_rows():
-    found = Found(PARTS["variance"], ROOT / papers.FOLDER)
+    found = Measured(PARTS["variance"], ROOT / papers.FOLDER)
     text = (ROOT / "README.md").read_text()
     for key in ("adam/none", "adam/variance-2", "adam/hybrid-0.1"):
         values = [found.middle(key, name) for name in ("score", "element_ratio", "ratio")]
@@ -215,7 +215,7 @@ def test_the_lines_of_the_readme_are_among_the_rows():
 
 
 def test_losses_of_the_readme_are_among_the_rows():
-    found = Found(PARTS["transformer"], ROOT / papers.FOLDER)
+    found = Measured(PARTS["transformer"], ROOT / papers.FOLDER)
     text = (ROOT / "README.md").read_text()
     methods = {row.key.rpartition("-")[0]: row.compressor for row in found.part.rows}
     shown = ("none", "qsgd", "terngrad", "onebit", "variance-1", "variance-2-samples", "sparse-gd")

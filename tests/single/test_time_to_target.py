@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.worth import __main__ as worth
 from benchmarks.worth import advised
-from benchmarks.worth.ways import LOOK, STOCK, TASKS, TIMED
+from benchmarks.worth.methods import LOOK, STOCK, TASKS, TIMED
 from hvd_gradcomp import BF16Compressor, Int8Compressor, QSGDCompressor, StromCompressor
 from hvd_gradcomp.cli import advise
 from hvd_gradcomp.planning.description import brief
@@ -84,7 +84,7 @@ def test_the_page_has_what_was_measured(training):
     ratios = sorted({row["ratio"] for row in kept.all["time"]})
     for way in {row["method"] for row in kept.all["train"]}:
         cells = [worth.cell(kept, way, ratio) for ratio in ratios]
-        assert shown[training.ways[way].title] == cells
+        assert shown[training.methods[way].title] == cells
 
 
 def test_the_page_has_what_was_measured_on_four_hosts():
@@ -94,7 +94,7 @@ def test_the_page_has_what_was_measured_on_four_hosts():
     shown = {row[0]: row[3:] for row in rows if len(row) == 5}
     for way in {row["method"] for row in kept.all["train"]}:
         cells = [worth.cell(kept, way, ratio) for ratio in (10.0, 30.0)]
-        assert shown[TRAINING.ways[way].title] == cells
+        assert shown[TRAINING.methods[way].title] == cells
 
 
 def test_what_advise_says_is_compared_with_the_best_that_was_timed(measured):
@@ -110,22 +110,22 @@ def test_what_advise_says_is_compared_with_the_best_that_was_timed(measured):
     for setting in fewer_exchanges.SETTINGS:  # what advise may say, as it says it
         step = Span(1.0, 1.0, 1.0)
         local = advise.local_steps_of(fewer_exchanges.Choice(setting, step, step))
-        assert TASKS["transformer"].ways[advised.way_of({**said, "local_steps": local})].local
+        assert TASKS["transformer"].methods[advised.method_of({**said, "local_steps": local})].local
     local = {"use": brief(Int8Compressor()), "every": 15, "sooner": [1.0, 2.0, 3.0]}
     measured.advised(advised.compared({**said, "local_steps": local, "use": None}, sooner), 10.0)
     assert "LocalSteps, 15, Int8: 2.80 times sooner" in measured.advice(10.0)
     unknown = {**said, "use": brief(QSGDCompressor(bits=4))}
     measured.advised(advised.compared(unknown, sooner), 10.0)
     assert measured.advice(10.0).endswith("QSGD, 4 bits, which was not timed")
-    with pytest.raises(ValueError, match="no way of make worth"):
-        advised.way_of({**said, "use": brief(StromCompressor(tau=1))})
+    with pytest.raises(ValueError, match="no method of make worth"):
+        advised.method_of({**said, "use": brief(StromCompressor(tau=1))})
 
 
 @pytest.mark.parametrize("training", TASKS.values(), ids=TASKS)
 def test_looks_and_times_are_of_whole_rounds_of_local_steps(training):
     """Between exchanges ranks have other parameters, and a part of a round another time."""
-    assert next(iter(training.ways)) == STOCK and training.goal % LOOK == 0
-    for way in training.ways.values():
+    assert next(iter(training.methods)) == STOCK and training.goal % LOOK == 0
+    for way in training.methods.values():
         if way.local:
             every = int(way.local.partition("every=")[2].partition(",")[0])
             assert LOOK % every == 0 and TIMED % every == 0

@@ -29,7 +29,7 @@ from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.tensorflow.comm import takes_part
 from hvd_gradcomp.tensorflow.keras import loss_scale, serialization
-from hvd_gradcomp.tensorflow.keras.local_vars import local_places, places_of
+from hvd_gradcomp.tensorflow.keras.local_variables import local_places, places_of
 from hvd_gradcomp.tensorflow.keras.step_exchange import StepExchange
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.reducer import LOGGER, TITLES, GraphReducer, require_one_replica
@@ -300,10 +300,10 @@ class DistributedOptimizerMixin(_KerasOptimizer):
 
     def _continue(self, source: keras.optimizers.Optimizer) -> None:
         """Take the variables of the optimizer that this one is made from, and its exceptions."""
-        plain, own = _inner_of(source), _inner_of(self)
+        plain, inner = _inner_of(source), _inner_of(self)
         for excluded in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
             if hasattr(plain, excluded):  # not in the configuration
-                setattr(own, excluded, getattr(plain, excluded))
+                setattr(inner, excluded, getattr(plain, excluded))
         if isinstance(source, DistributedOptimizerMixin):
             self._find_local.extend(source._find_local)
             self._known_local = source._known_local
@@ -461,10 +461,10 @@ class DistributedOptimizerMixin(_KerasOptimizer):
         if self._step_exchange is not None:
             self._step_exchange.drop_of_others()
 
-    def own(self) -> None:
+    def claim_state(self) -> None:
         """Mark the state as this process's, whose rank may have changed."""
         if self._step_exchange is not None:
-            self._step_exchange.own()
+            self._step_exchange.claim_state()
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Exchange the gradients, then update the variables with the result."""
@@ -568,22 +568,22 @@ def load_model(
         model = keras.models.load_model(filepath, custom_objects=objects)
     if model.optimizer is None:
         return model
-    found = distributed_in(model.optimizer)
-    if not isinstance(found, DistributedOptimizerMixin):  # it was saved undistributed
+    optimizer = distributed_in(model.optimizer)
+    if not isinstance(optimizer, DistributedOptimizerMixin):  # it was saved undistributed
         compiled = keras.saving.deserialize_keras_object(model.get_compile_config())
         compiled["optimizer"] = DistributedOptimizer(model.optimizer, **options)
         model.compile(**compiled)
-    elif found._refusal:
-        raise ValueError(f"load_model: the optimizer cannot train: {found._refusal}")
+    elif optimizer._refusal:
+        raise ValueError(f"load_model: the optimizer cannot train: {optimizer._refusal}")
     return model
 
 
 def refusal(optimizer: keras.optimizers.Optimizer) -> str:
     """Return why training with this optimizer would not exchange gradients; "" if it would."""
-    found = distributed_in(optimizer)
-    if not isinstance(found, DistributedOptimizerMixin):
-        return f"{type(found).__name__} is not distributed"
-    return found._refusal
+    distributed = distributed_in(optimizer)
+    if not isinstance(distributed, DistributedOptimizerMixin):
+        return f"{type(distributed).__name__} is not distributed"
+    return distributed._refusal
 
 
 # -- classes, configurations and back -------------------------------------------------------------
