@@ -148,10 +148,10 @@ def main() -> None:
                 times[key].append(1e3 * (time.perf_counter() - start))
         if hvd.rank() == 0:
             bare = times["without"][3:]
-            for way, samples in times.items():
+            for title, samples in times.items():
                 ratio = statistics.median(time_ / other for time_, other in zip(samples[3:], bare))
                 median = statistics.median(samples[3:])
-                print(f"{name:6} {way:15} {median:8.2f} ms, ratio {ratio:.3f}", flush=True)
+                print(f"{name:6} {title:15} {median:8.2f} ms, ratio {ratio:.3f}", flush=True)
     horovod.shutdown()
 
 

@@ -99,10 +99,10 @@ def test_names_of_the_package_exist():
             if path == ".join" or path.startswith(".something"):
                 continue
             first, *rest = path[1:].split(".")
-            found = [getattr(m, first) for m in modules if hasattr(m, first)]
+            values = [getattr(m, first) for m in modules if hasattr(m, first)]
             for name in rest:
-                found = [getattr(x, name) for x in found if hasattr(x, name)]
-            assert found, f"{page.name}: hvd{path}"
+                values = [getattr(x, name) for x in values if hasattr(x, name)]
+            assert values, f"{page.name}: hvd{path}"
 
 
 @pytest.mark.parametrize(
@@ -150,19 +150,19 @@ def _calls(text, program):
     """The words of each call of a program, those of what it starts left out."""
     words = shlex.split(text.replace("\\\n", " "))
     if program in words:
-        own = words[words.index(program) :]
+        arguments = words[words.index(program) :]
         if program == "horovodrun":
-            starts = [i for i, word in enumerate(own) if word in ("python", "hvd-gradcomp")]
-            own = own[: starts[0]]
-        yield own
+            starts = [i for i, word in enumerate(arguments) if word in ("python", "hvd-gradcomp")]
+            arguments = arguments[: starts[0]]
+        yield arguments
 
 
 def test_targets_exist():
     """`make TARGET`, wherever a page says it."""
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
-        said = re.findall(r"(?:`|\$ )make ([a-z][a-z -]*[a-z])", page.read_text())
-        missing = {target for words in said for target in words.split()} - targets
+        commands = re.findall(r"(?:`|\$ )make ([a-z][a-z -]*[a-z])", page.read_text())
+        missing = {target for words in commands for target in words.split()} - targets
         assert not missing, f"{page.name}: {missing}"
 
 

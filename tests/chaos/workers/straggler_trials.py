@@ -63,12 +63,12 @@ def train(hvd: Any, plan: dict[str, Any], rank: int) -> dict[str, Any]:
         optimizer.step()
     optimizer.exchange()
     ((bucket,),) = [reducer.buckets for reducer in optimizer.all_reducers]
-    held = torch.zeros(SIZE)
+    occupied = torch.zeros(SIZE)
     if plan["compression"] == "sparse":
-        held = bucket.compressor.residual(bucket.state)[:SIZE]
+        occupied = bucket.compressor.residual(bucket.state)[:SIZE]
     return {
         "made": made.tolist(),
-        "held": held.tolist(),
+        "held": occupied.tolist(),
         "parameters": parameter.tolist(),
         "steps": optimizer.steps_made,
     }

@@ -78,8 +78,8 @@ def resume(folder: Path) -> dict[str, bool]:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         train(model, optimizer, range(BEFORE, BEFORE + AFTER))
-        there = model.state_dict()
-        same[name] = all(torch.equal(there[key], x) for key, x in saved["after"].items())
+        weights = model.state_dict()
+        same[name] = all(torch.equal(weights[key], x) for key, x in saved["after"].items())
     return same
 
 
