@@ -2,8 +2,8 @@
 
 The exchange of a bucket starts with the last of its gradients, and ends with backward, as with
 `DistributedDataParallel`: then `p.grad` is reduced, and clipping, unscaling and norms mean what
-they mean everywhere. `synchronize` and `step` handle what no backward has brought, and what the
-messages of `step_sync` do not let end before.
+they mean everywhere. `synchronize()` and `step()` reduce gradients that no backward produced, or
+whose exchange had to wait for other ranks.
 """
 
 from __future__ import annotations

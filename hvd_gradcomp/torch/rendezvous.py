@@ -3,9 +3,10 @@
 The store is a `TCPStore` in a process of its own: `hvd-gradcomp rendezvous`. A *generation* is a
 list of processes, in the order of their ranks. A process that wants to be in the next one says so
 in the store: it joins, or it was in the last one and has lost a rank. The first living of these
-proposes the list, once all processes of the last generation are there, have left or are silent; one
-compare-and-set decides. Silent is who has not counted up a number in the store while another has
-looked several times: no clocks of hosts are compared, and one that was stopped itself looks again.
+proposes the list, once all processes of the last generation have arrived, have left or are silent;
+one compare-and-set decides. A process is considered silent when its heartbeat counter has not
+changed over several polls. No clocks are compared, and a process that was suspended polls again
+before it judges others.
 
 `torch.distributed.elastic`'s `DynamicRendezvousHandler` runs in a worker as well, and agrees in the
 same cases. It looks once a second, waits for more ranks each time, and compares clocks of hosts.
