@@ -196,10 +196,10 @@ class Coarse(QuantizedCompressor):
 
 @dataclass(frozen=True)
 class Halved(LinearCompressor):
-    def encode(self, ops, gradient):
+    def to_code(self, ops, gradient):
         return ops.scale(gradient, 0.5)
 
-    def decode(self, ops, layout, code):
+    def from_code(self, ops, layout, code):
         return ops.scale(code, 2.0)
 
 
