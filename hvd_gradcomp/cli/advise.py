@@ -318,8 +318,8 @@ def _suited(
     """Pick the compressors that run with an optimizer, with momentum=0 if necessary; in order.
 
     Args:
-        compressors: the requested ones.
-        optimizer: of `torch.optim`; None if unknown.
+        compressors: as requested.
+        optimizer: None if unknown.
         say: called with a message for each compressor that is left out or changed.
     """
     from hvd_gradcomp.torch.momentum import resolve_compressor
@@ -474,9 +474,8 @@ def _by_hosts(
 
     Args:
         step_seconds: estimates for a step of each method among `ranks` ranks.
-        methods: their costs, the dense one first.
-        link, pass_: as measured.
-        ranks: see above.
+        methods: costs, the dense one first.
+        link, pass_, ranks: as in `_advice`.
     """
 
     def steps(costs: Way | Dense, here: float) -> dict[int, float]:

@@ -451,10 +451,8 @@ def _remote(host: str, address: str, port: int, timeout: float) -> Finding:
     """Check over ssh that a host resolves its own name to a reachable address.
 
     Args:
-        host: for ssh.
+        host, port, timeout: for ssh.
         address: of the host; empty if only ssh's configuration leads to it.
-        port: of its sshd.
-        timeout: seconds.
     """
     options = ["BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR"]
     options += ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null"]  # nothing is remembered

@@ -296,8 +296,8 @@ def _take(reducer: Reducer, saved: dict[str, Any], keeps: bool, all_keep: bool) 
     """Load the root's exchange state.
 
     Args:
-        reducer: of this rank, which may be the root.
-        given: the root's state.
+        reducer: this rank may be the root.
+        saved: the root's state.
         keeps: this rank keeps its own state.
         all_keep: all ranks keep theirs.
 

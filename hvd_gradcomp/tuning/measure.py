@@ -414,7 +414,7 @@ class _Leader(int):
         return False
 
 
-class _Imagined:
+class _ImaginedRanks:
     """Imaginary process set of a given size that includes this rank."""
 
     ranks = None
@@ -432,7 +432,7 @@ class _Imagined:
         return True
 
 
-class _Answered(NamedTuple):
+class _Reply(NamedTuple):
     """Handle of a collective that has completed already."""
 
     reply: torch.Tensor
@@ -441,7 +441,7 @@ class _Answered(NamedTuple):
         return True
 
 
-class _Echo:
+class _FakeTransport:
     """Transport that immediately returns this rank's own payloads.
 
     Args:
@@ -449,7 +449,7 @@ class _Echo:
         ranks: number of ranks.
 
     Attributes:
-        asked: (kind, bytes) of the collectives since the last call of `take`.
+        requests: (kind, bytes) of the collectives since the last call of `take`.
         waited: seconds in which replies were made.
     """
 
@@ -463,7 +463,7 @@ class _Echo:
         self.waited = 0.0
 
     def take(self) -> list[tuple[str, float]]:
-        """Return the collectives that were asked for, and forget them."""
+        """Return the requested collectives, and forget them."""
         taken, self.requests = self.requests, []
         return taken
 
@@ -479,30 +479,30 @@ class _Echo:
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         return row.expand(self._ranks, *row.shape)
 
-    def _answer(self, kind: str, tensor: torch.Tensor, copies: int = 0) -> _Answered:
+    def _answer(self, kind: str, tensor: torch.Tensor, copies: int = 0) -> _Reply:
         self.requests.append((kind, float(tensor.numel() * tensor.element_size())))
-        return _Answered(tensor.expand(copies, *tensor.shape) if copies else tensor)
+        return _Reply(tensor.expand(copies, *tensor.shape) if copies else tensor)
 
-    def allgather(self, tensor: torch.Tensor, name: str, group: Any) -> _Answered:
+    def allgather(self, tensor: torch.Tensor, name: str, group: Any) -> _Reply:
         return self._answer("allgather", tensor, self._ranks)
 
-    def allreduce(self, request: Allreduce, name: str, group: Any) -> _Answered:
+    def allreduce(self, request: Allreduce, name: str, group: Any) -> _Reply:
         half = request.tensor.dtype in (torch.float16, torch.bfloat16)
         return self._answer("allreduce16" if half else "allreduce", request.tensor)
 
-    def alltoall(self, tensor: torch.Tensor, name: str, group: Any) -> _Answered:
+    def alltoall(self, tensor: torch.Tensor, name: str, group: Any) -> _Reply:
         return self._answer("alltoall", tensor)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: Any) -> _Answered:
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: Any) -> _Reply:
         return self._answer("broadcast", tensor)
 
-    def gather(self, request: Gather, name: str, group: Any) -> _Answered:
+    def gather(self, request: Gather, name: str, group: Any) -> _Reply:
         raise UnmeasurableError(
             f"{type(self._compressor).__name__}: its ranks have different parts to play, so what "
             "it takes cannot be measured by one rank alone"
         )
 
-    def wait(self, pending: _Answered) -> torch.Tensor:
+    def wait(self, pending: _Reply) -> torch.Tensor:
         start = time.perf_counter()
         reply = pending.reply.clone()
         self.waited += time.perf_counter() - start
@@ -557,9 +557,9 @@ def alone(
         UnmeasurableError: the compressor does not take these layers, or its ranks have different
             roles (a parameter server).
     """
-    transport = _Echo(compressor, ranks)
+    transport = _FakeTransport(compressor, ranks)
     squares = gradients.squares
-    reducer = reducer_of(compressor, gradients.layers, transport, _Imagined(ranks), squares)
+    reducer = reducer_of(compressor, gradients.layers, transport, _ImaginedRanks(ranks), squares)
     parameters, names = reducer.planner.ordered_parameters, reducer.planner.names
     ready_at = dict(zip(names.values(), ready or [0.0] * len(parameters)))
     costs = []

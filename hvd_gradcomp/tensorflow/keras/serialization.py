@@ -136,7 +136,7 @@ def load_variables(
     Args:
         store: what is loaded, by place.
         variables: of the optimizer that loads; those of the plain optimizer come first.
-        own: how many of these are the plain optimizer's.
+        plain_here: how many of these are the plain optimizer's.
         plain: the same of what is loaded.
         same: whether the others are of an exchange like this.
     """
