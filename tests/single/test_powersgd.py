@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.powersgd` counts, of one rank."""
+"""What `python -m benchmarks.archive.powersgd` counts, of one rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from hvd_gradcomp import QSGDCompressor
 
-powersgd = pytest.importorskip("benchmarks.powersgd", exc_type=ImportError)
+powersgd = pytest.importorskip("benchmarks.archive.powersgd", exc_type=ImportError)
 
 
 def test_bytes_of_a_step_are_counted_alike(one_process):

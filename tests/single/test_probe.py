@@ -249,7 +249,7 @@ def test_table_and_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"every": 0}, "every must be a whole number in [1, inf], got 0"),
         ({"sample": 1}, "sample must be a whole number in [2, inf], got 1"),

@@ -181,7 +181,7 @@ def test_a_cut_keeps_every_element_in_its_group(layers, data):
     assert groups(whole.between(begin, end)) == expected
 
 
-@pytest.mark.parametrize("method", ["allgather", "two_shot"])
+@pytest.mark.parametrize("way", ["allgather", "two_shot"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_one_bit_loses_nothing(way, size):
     layout = layout_of()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.robust import trained
+from benchmarks.archive.robust import trained
 from hvd_gradcomp import (
     BF16Compressor,
     ChunkedTopKCompressor,

@@ -73,7 +73,7 @@ STRAIGHT.append(EGC_ROUNDED)
 
 
 @pytest.mark.parametrize(
-    ("compressor", "given"),
+    ("compressor", "has_moments"),
     [
         (c, has_moments)
         for c in STRAIGHT

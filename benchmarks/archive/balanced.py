@@ -1,7 +1,7 @@
 """Training by allgather and by owners: the loss, and the bytes that a rank receives on the way.
 
-    python -m benchmarks.balanced
-    python -m benchmarks.balanced --ranks 16 --optimizers Adam --json balanced.json
+    python -m benchmarks.archive.balanced
+    python -m benchmarks.archive.balanced --ranks 16 --optimizers Adam --json balanced.json
 
 Ranks of one process in lockstep (`testing.World`) train a perceptron of 85,002 parameters on 1,200
 of scikit-learn's digits, with 16 of them a step on each rank. Printed are the loss on the other
@@ -95,7 +95,9 @@ def trained(compressor: Compressor, ranks: int, optimizer: str, seed: int) -> tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.balanced", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.archive.balanced", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=[*OPTIMIZERS])

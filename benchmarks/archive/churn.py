@@ -1,7 +1,7 @@
 """Goodput of local steps while ranks are killed and started again.
 
-    python -m benchmarks.churn --ranks 4 --minutes 5 --every 60 --json docs/measured/churn.json
-    python -m benchmarks.churn --over horovod --json docs/measured/churn-horovod.json
+    python -m benchmarks.archive.churn --ranks 4 --minutes 5 --json docs/measured/churn.json
+    python -m benchmarks.archive.churn --over horovod --json docs/measured/churn-horovod.json
 
 Over `torch.distributed` (`ddp.Elastic`), or on Horovod's elastic, whose driver starts the new
 process on a host that it has not seen: one more name of this machine. There all ranks commit after
@@ -253,7 +253,15 @@ def measured(
     """Train for a while; kill one rank every so many seconds, if that is not 0."""
     dice = Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.churn", "--worker", folder, "--over", over]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.archive.churn",
+            "--worker",
+            folder,
+            "--over",
+            over,
+        ]
         command += ["--ranks", str(ranks), "--step", str(step_ms)]
         running = FRONTENDS[over](folder, ranks, command)
         kills: list[float] = []

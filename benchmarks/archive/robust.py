@@ -1,7 +1,7 @@
 """Training beside a rank that lies, by the rule of aggregation: `robust` beside the plain mean.
 
-    python -m benchmarks.robust
-    python -m benchmarks.robust --json robust.json
+    python -m benchmarks.archive.robust
+    python -m benchmarks.archive.robust --json robust.json
 
 Eight ranks of one process in lockstep (`testing.World`) train a perceptron of 2,410 parameters on
 1,200 of scikit-learn's digits by SGD, with 32 of them a step on each rank; the loss is that on the
@@ -74,7 +74,9 @@ def trained(compressor: Compressor, lie: str, steps: int = STEPS) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.robust", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.archive.robust", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", type=Path, help="where the losses go")
     options = parser.parse_args()

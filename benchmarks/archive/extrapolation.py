@@ -1,7 +1,7 @@
 """Predictions of `hvd-gradcomp advise` for more hosts than it has, beside what was measured there.
 
-    python -m benchmarks.extrapolation                         # as root: from 2 and 4 to 4 and 8
-    python -m benchmarks.extrapolation --rate 1gbit --json extrapolation.json
+    python -m benchmarks.archive.extrapolation             # as root: from 2 and 4 to 4 and 8
+    python -m benchmarks.archive.extrapolation --rate 1gbit --json extrapolation.json
 
 Hosts are those of `benchmarks.rig`, a rank on each, Horovod over gloo; the model is the small GPT
 of `make worth`. `advise` runs on 2, 4 and 8 hosts and measures whole exchanges there; on 2 and 4 it

@@ -2,7 +2,7 @@
 
     pip install --no-deps torchft==0.2.0
     pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
-    python -m benchmarks.torchft --steps 300 --every 15
+    python -m benchmarks.archive.torchft --steps 300 --every 15
 
 Trains the small GPT of `make papers` on the King James Bible, once with `ddp.LocalSteps` and once
 with torchft's `DiLoCo` behind its `Manager`, over gloo on CPUs, and prints the loss of both by

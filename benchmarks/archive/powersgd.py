@@ -1,8 +1,8 @@
 """PyTorch's own PowerSGD hook beside this package's compressors, on two ranks of DDP over gloo.
 
-    python -m benchmarks.powersgd              # two minutes on two cores; starts its ranks itself
-    python -m benchmarks.powersgd --steps 1000 --seeds 5
-    python -m benchmarks.powersgd --time       # a minute: what a step takes, beside the hook
+    python -m benchmarks.archive.powersgd        # two minutes on two cores; starts its ranks itself
+    python -m benchmarks.archive.powersgd --steps 1000 --seeds 5
+    python -m benchmarks.archive.powersgd --time  # a minute: what a step takes, beside the hook
 
 Handwritten digits (scikit-learn's, a fifth held out) on a perceptron of 64-256-256-10, 85,002
 parameters: as many steps of 32 images a rank with each method. Accuracy and loss are medians over
