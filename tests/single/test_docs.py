@@ -60,11 +60,6 @@ def test_each_block_says_what_it_is_for(page):
             assert block.file or block.reason == "excerpt", block.place
 
 
-def test_reasons_are_few_and_used():
-    used = {block.reason for block in BLOCKS} - {None}
-    assert used == {*follow.REASONS}
-
-
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.rst")), ids=title)
 def test_reference_has_no_commands(page):
     directives = set(re.findall(r"^\.\. ([\w-]+)::", page.read_text(), re.MULTILINE))
