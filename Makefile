@@ -68,11 +68,11 @@ help: ## list the targets
 
 setup: $(horovod) ## virtual environment, frameworks, Horovod, this package
 
-check: $(tools) ## lint, format, types and import rules; under a minute, no framework needed
+check: $(tools) ## lint, format, types, rules of imports and names; under a minute, no framework needed
 	@$(run) -m ruff check .
 	@$(run) -m ruff format --check .
 	@$(run) -m mypy
-	@$(run) -m pytest -q tests/single/test_imports.py
+	@$(run) -m pytest -q tests/single/test_imports.py tests/single/test_names.py
 
 test: $(site) $(clients) ## all tests: in one process, then with several ranks
 	@$(run) -m pytest -n auto --doctest-modules hvd_gradcomp tests/single $(ARGS)

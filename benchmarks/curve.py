@@ -56,19 +56,19 @@ Result = dict[str, Any]
 # -- measuring -------------------------------------------------------------------------------
 
 
-def codecs(asked: Sequence[Point], options: argparse.Namespace) -> Iterator[tuple[Point, Result]]:
+def codecs(points_: Sequence[Point], options: argparse.Namespace) -> Iterator[tuple[Point, Result]]:
     """Each point's row of `benchmarks.codecs`."""
     import torch
 
     from benchmarks.codecs import Step, measure
 
     torch.set_num_threads(1)
-    for point in track(asked, "codecs"):
+    for point in track(points_, "codecs"):
         begin = partial(Step, point.make(), options.device)
         yield point, measure(begin, 2 * options.rounds + 1, options.threads)[1]
 
 
-def exchanges(asked: Sequence[Point], options: argparse.Namespace) -> Result:
+def exchanges(points_: Sequence[Point], options: argparse.Namespace) -> Result:
     """Run `benchmarks.exchanges` and return its results, partial ones if it fails."""
     from hvd_gradcomp.tuning.models import resnet50
 
@@ -78,17 +78,17 @@ def exchanges(asked: Sequence[Point], options: argparse.Namespace) -> Result:
             "compressor": repr(point.make()),
             "frameworks": frameworks_at(point, options),
         }
-        for point in track(asked, "thresholds")
+        for point in track(points_, "thresholds")
     ]
     with tempfile.TemporaryDirectory() as folder:
-        given, found = Path(folder, "points.json"), Path(folder, "result.json")
-        given.write_text(json.dumps({"layers": resnet50(), "points": listed}))
+        points_path, result_path = Path(folder, "points.json"), Path(folder, "result.json")
+        points_path.write_text(json.dumps({"layers": resnet50(), "points": listed}))
         launcher = str(Path(sys.executable).with_name("horovodrun"))
-        worker = [sys.executable, "-m", "benchmarks.exchanges", str(given), str(found)]
+        worker = [sys.executable, "-m", "benchmarks.exchanges", str(points_path), str(result_path)]
         command = [launcher, "--gloo", "-np", "2", *worker, "--rounds", str(options.rounds)]
         environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", **os.environ}
         code = subprocess.run(command, env=environment).returncode
-        result = json.loads(found.read_text()) if found.exists() else {"rows": {}}
+        result = json.loads(result_path.read_text()) if result_path.exists() else {"rows": {}}
         return {**result, "failed": code != 0}
 
 
@@ -107,7 +107,7 @@ def machine() -> Result:
     return {"cores": os.cpu_count(), "system": platform.machine(), "packages": packages}
 
 
-def run(asked: Sequence[Point], options: argparse.Namespace) -> Result:
+def run(points_: Sequence[Point], options: argparse.Namespace) -> Result:
     """Measures, and writes what there is after every point."""
     path = options.folder / "curve.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,11 +116,11 @@ def run(asked: Sequence[Point], options: argparse.Namespace) -> Result:
     rows = kept | {
         point.name: {
             "method": point.method,
-            "asked": point.asked,
+            "asked": point.density,
             "bar": point.copies,
             "exchange": {},
         }
-        for point in asked
+        for point in points_
     }
     result: Result = {
         "machine": machine(),
@@ -130,14 +130,14 @@ def run(asked: Sequence[Point], options: argparse.Namespace) -> Result:
         "failed": False,
     }
     if "codecs" in options.parts:
-        for point, row in codecs(asked, options):
+        for point, row in codecs(points_, options):
             rows[point.name]["codec"] = row
             path.write_text(json.dumps(result, indent=1))
     if "exchanges" in options.parts:
-        found = exchanges(asked, options)
-        for name, row in found["rows"].items():
+        exchanged = exchanges(points_, options)
+        for name, row in exchanged["rows"].items():
             rows[name]["exchange"] = row
-        result |= {"copy_ms_of_ranks": found.get("copy_ms"), "failed": found["failed"]}
+        result |= {"copy_ms_of_ranks": exchanged.get("copy_ms"), "failed": exchanged["failed"]}
         path.write_text(json.dumps(result, indent=1))
     return result
 
@@ -153,8 +153,8 @@ def over(row: Result, framework: str, other: str) -> float | None:
 
 def ratio(row: Result) -> float | None:
     """The element ratio that was reached: between ranks, or else by the codec alone."""
-    found = [*row["exchange"].values(), row.get("codec", {})]
-    return next((each["element_ratio"] for each in found if "element_ratio" in each), None)
+    measurements = [*row["exchange"].values(), row.get("codec", {})]
+    return next((each["element_ratio"] for each in measurements if "element_ratio" in each), None)
 
 
 def bars(row: Result, threads: int) -> Iterator[tuple[str, float | None, float]]:
@@ -179,10 +179,10 @@ def verdicts(result: Result) -> tuple[list[str], bool]:
     """A line for each bar that does not hold, and how many do; whether all."""
     lines, count = [], 0
     for name, row in result["rows"].items():
-        for what, value, most in bars(row, result["threads"]):
+        for what, value, bar in bars(row, result["threads"]):
             count += value is not None
-            if value is not None and value > most:
-                lines.append(f"{name}: {what} {value:.2f} FAILS, at most {most:.2f}")
+            if value is not None and value > bar:
+                lines.append(f"{name}: {what} {value:.2f} FAILS, at most {bar:.2f}")
     return [*lines, f"{count - len(lines)} of {count} bars hold"], not lines
 
 
@@ -201,17 +201,17 @@ def table(result: Result) -> Table:
 
 
 def cells(row: Result) -> list[str]:
-    def said(value: float | None, digits: int) -> str:
+    def rounded(value: float | None, digits: int) -> str:
         return "" if value is None else f"{value:.{digits}f}"
 
     codec, exchange = row.get("codec", {}), row["exchange"]
-    shown = [said(ratio(row), 1), *(said(codec.get(key), 1) for key in ("copies", "worst"))]
-    shown.append(said(codec.get("speedup"), 1))
+    shown = [rounded(ratio(row), 1), *(rounded(codec.get(key), 1) for key in ("copies", "worst"))]
+    shown.append(rounded(codec.get("speedup"), 1))
     for name, other in ((PYTORCH, DENSE), (TAPE, PYTORCH), (KERAS, PYTORCH)):
-        shown.append(said(exchange.get(name, {}).get("ms"), 0))
-        shown.append(said(over(row, name, other), 2))
+        shown.append(rounded(exchange.get(name, {}).get("ms"), 0))
+        shown.append(rounded(over(row, name, other), 2))
         if name != PYTORCH:
-            shown.append(said(exchange.get(name, {}).get("first_s"), 1))
+            shown.append(rounded(exchange.get(name, {}).get("first_s"), 1))
     return shown
 
 
@@ -244,9 +244,9 @@ def draw(result: Result, path: Path) -> None:
         1, 3, figsize=(12, 1.4 + 0.21 * len(rows)), sharey=True, layout="constrained"
     )
 
-    def dots(axes: Any, found: list[float | None], label: str, **how: Any) -> None:
-        places = [place for place, value in enumerate(found) if value is not None]
-        values = [value for value in found if value is not None]
+    def dots(axes: Any, numbers: list[float | None], label: str, **how: Any) -> None:
+        places = [place for place, value in enumerate(numbers) if value is not None]
+        values = [value for value in numbers if value is not None]
         axes.plot(values, places, label=label, linestyle="", **{"markersize": 4, **how})
 
     work = [row.get("codec", {}) for row in rows]
@@ -299,23 +299,23 @@ def main() -> int:
     options = parser.parse_args()
     if options.device == "cuda":  # no exchange through this machine's memory, and no thread of it
         options.parts, options.threads = ["codecs"], 1
-    asked = points.chosen(points.every(), options.only)
-    asked = [point for point in asked if point.middle or not options.quick]
-    if not asked:
+    selected = points.chosen(points.every(), options.only)
+    selected = [point for point in selected if point.middle or not options.quick]
+    if not selected:
         parser.error(
             f"no point is called so; there are {', '.join(p.name for p in points.every())}"
         )
     path = options.show or options.folder / "curve.json"
-    result = json.loads(path.read_text()) if options.show else run(asked, options)
+    result = json.loads(path.read_text()) if options.show else run(selected, options)
     draw(result, path.with_suffix(".png"))
-    names = {point.name for point in asked}
+    names = {point.name for point in selected}
     result["rows"] = {name: row for name, row in result["rows"].items() if name in names}
-    lines, held = verdicts(result)
+    lines, all_hold = verdicts(result)
     console = Console(width=180)
     console.print(table(result))
     console.print(*lines, copies_take(result), sep="\n", markup=False, highlight=False)
     print(f"results: {path} and {path.with_suffix('.png').name}")
-    return int(result["failed"] or (options.check and not held))
+    return int(result["failed"] or (options.check and not all_hold))
 
 
 if __name__ == "__main__":

@@ -66,14 +66,14 @@ class Training:
         released: see `release_buckets` of `ddp.compress`.
     """
 
-    def __init__(self, way: str, view: bool = True, released: bool = False) -> None:
+    def __init__(self, method: str, view: bool = True, released: bool = False) -> None:
         torch.manual_seed(1)
         self.model: Any = DistributedDataParallel(
             Transformer(LAYERS), bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=view
         )
         self.state: Any = None
-        if way != STOCK:
-            compressor = eval(way, vars(hvd_gradcomp))
+        if method != STOCK:
+            compressor = eval(method, vars(hvd_gradcomp))
             how = {"bucket_bytes": BUCKET_MB << 20, "release_buckets": released}
             self.state = ddp.compress(self.model, compressor, rollback=False, **how)
         self._optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
@@ -93,23 +93,23 @@ class Training:
 def measured() -> list[Row]:
     """Return a row for each way; all ranks call it."""
     torch.set_num_threads(1)
-    trainings = {way: Training(way) for way in WAYS}
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
-    waited: dict[str, list[float]] = {way: [] for way in WAYS}
+    trainings = {method: Training(method) for method in WAYS}
+    times: dict[str, list[float]] = {method: [] for method in WAYS}
+    waited: dict[str, list[float]] = {method: [] for method in WAYS}
     for turn in range(FIRST + ROUNDS):
-        for way, training in trainings.items():
+        for method, training in trainings.items():
             before = training.state.stats().seconds_waited if training.state else 0.0
             took = training.step()
             if turn >= FIRST:
                 after = training.state.stats().seconds_waited if training.state else 0.0
-                times[way].append(took)
-                waited[way].append(1e3 * (after - before))
+                times[method].append(took)
+                waited[method].append(1e3 * (after - before))
     stock = statistics.median(times[STOCK])
     rows = []
-    for way in WAYS:
-        ms = statistics.median(times[way])
-        row = {"way": way, "ms": ms, "of_stock": ms / stock, "spread": _spread(times[way])}
-        rows.append({**row, "waited": statistics.median(waited[way])})
+    for method in WAYS:
+        ms = statistics.median(times[method])
+        row = {"method": method, "ms": ms, "of_stock": ms / stock, "spread": _spread(times[method])}
+        rows.append({**row, "waited": statistics.median(waited[method])})
     return rows
 
 
@@ -119,13 +119,13 @@ def _spread(times: list[float]) -> float:
     return (last - first) / middle
 
 
-def memory(way: str, view: bool, released: bool) -> float:
+def memory(method: str, view: bool, released: bool) -> float:
     """Return this process's peak memory in a training, in parameters; all ranks call it."""
     torch.set_num_threads(1)
     torch.randn(8, 8, requires_grad=True).square().sum().backward()
     dist.barrier()
     before = _resident("VmRSS")
-    training = Training(way, view, released)
+    training = Training(method, view, released)
     training.step()
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak
     for _ in range(STEPS):
@@ -144,9 +144,9 @@ def _resident(which: str) -> int:
 def spawned(rank: int, folder: str, how: tuple[str, bool, bool] | None) -> None:
     """Measure as one of the processes of this machine; rank 0 writes what it has."""
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=RANKS)
-    found: Any = measured() if how is None else memory(*how)
+    result: Any = measured() if how is None else memory(*how)
     if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
+        Path(folder, "found.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -165,31 +165,31 @@ def main() -> None:
     parser.add_argument("--no-memory", action="store_true", help="steps only")
     parser.add_argument("--json", type=Path, help="where the rows go")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank:
+    options = parser.parse_args()
+    if options.rank:
         as_rank(measured)
         return
-    rows = on_hosts(given.rate, "benchmarks.ddp") if given.rate else spawn()
-    where = f"two hosts at {given.rate}" if given.rate else "this machine"
+    rows = on_hosts(options.rate, "benchmarks.ddp") if options.rate else spawn()
+    where = f"two hosts at {options.rate}" if options.rate else "this machine"
     print(f"{RANKS} ranks on {where}, {os.cpu_count()} cores, gloo\n")
-    print("| way | ms a step | spread | / stock | waited |\n|---|--:|--:|--:|--:|")
+    print("| method | ms a step | spread | / stock | waited |\n|---|--:|--:|--:|--:|")
     for row in rows:
         ms, ratio, waited = f"{row['ms']:,.1f}", f"{row['of_stock']:.2f}", f"{row['waited']:,.1f}"
-        print(f"| {row['way']} | {ms} | {row['spread']:.0%} | {ratio} | {waited} |")
+        print(f"| {row['method']} | {ms} | {row['spread']:.0%} | {ratio} | {waited} |")
     kept = []
-    if not given.no_memory:
+    if not options.no_memory:
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 18)
         print("\nPeak memory, in parameters\n")
-        print("| way | DDP | gradient_as_bucket_view | both released |\n|---|--:|--:|--:|")
-        for way in WAYS:
-            hows = [(False, False), (True, False), (True, True)][: 2 if way == STOCK else 3]
-            peaks = [spawn((way, *how)) for how in hows]
-            kept.append({"way": way, "peaks": peaks})
+        print("| method | DDP | gradient_as_bucket_view | both released |\n|---|--:|--:|--:|")
+        for method in WAYS:
+            hows = [(False, False), (True, False), (True, True)][: 2 if method == STOCK else 3]
+            peaks = [spawn((method, *how)) for how in hows]
+            kept.append({"method": method, "peaks": peaks})
             shown = [f"{x:.1f}" for x in peaks] + [""] * (3 - len(peaks))
-            print(f"| {way} | {' | '.join(shown)} |")
-    if given.json:
-        found = {"where": where, "rows": rows, "memory": kept}
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+            print(f"| {method} | {' | '.join(shown)} |")
+    if options.json:
+        result = {"where": where, "rows": rows, "memory": kept}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

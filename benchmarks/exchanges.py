@@ -98,7 +98,7 @@ class Graph(Exchange):
     def __init__(self, compressor: Compressor | None, feed: Feed) -> None:
         import tensorflow as tf
 
-        self.compressor, self.given = compressor, feed.variables
+        self.compressor, self.inputs = compressor, feed.variables
         self.prepare(feed)
         self.step = tf.function(self.exchange)
 
@@ -111,7 +111,7 @@ class Graph(Exchange):
         """Run the exchange; this is traced."""
 
     def run(self, gradients: list[torch.Tensor]) -> Any:
-        for variable, gradient in zip(self.given, gradients):
+        for variable, gradient in zip(self.inputs, gradients):
             variable.assign(stored(gradient).numpy())
         return super().run(gradients)
 
@@ -124,7 +124,7 @@ class Tape(Graph):
     def prepare(self, feed: Feed) -> None:
         import tensorflow as tf
 
-        self.variables = [tf.Variable(v, name=f"layer{i}") for i, v in enumerate(self.given)]
+        self.variables = [tf.Variable(v, name=f"layer{i}") for i, v in enumerate(self.inputs)]
 
     def exchange(self) -> Any:
         import horovod.tensorflow as stock
@@ -132,7 +132,7 @@ class Tape(Graph):
 
         import hvd_gradcomp.tensorflow as hvd
 
-        gradients = [variable.value() for variable in self.given]
+        gradients = [variable.value() for variable in self.inputs]
 
         class Given(tf.GradientTape):
             def gradient(self, *_: Any, **__: Any) -> Any:
@@ -162,7 +162,7 @@ class Fit(Graph):
         self.optimizer.build(self.variables)
 
     def exchange(self) -> Any:
-        self.optimizer.apply([variable.value() for variable in self.given], self.variables)
+        self.optimizer.apply([variable.value() for variable in self.inputs], self.variables)
 
     def stats(self) -> CompressionStats:
         import hvd_gradcomp.tensorflow.keras as hvd
@@ -170,7 +170,7 @@ class Fit(Graph):
         return hvd.compression_stats(self.optimizer)
 
 
-def way(framework: str, compressor: Compressor | None, feed: Feed) -> Exchange:
+def exchange_of(framework: str, compressor: Compressor | None, feed: Feed) -> Exchange:
     if framework != PYTORCH:
         return (Tape if framework == TAPE else Fit)(compressor, feed)
     return DenseExchange() if compressor is None else CompressedExchange(compressor, feed.layers)
@@ -181,7 +181,7 @@ def measure(
 ) -> dict[str, dict[str, Any]]:
     """A row for each framework, and one for PyTorch's dense allreduce in the same rounds."""
     ways: dict[str, Exchange] = {DENSE: DenseExchange()}
-    ways |= {name: way(name, compressor, feed) for name in frameworks}
+    ways |= {name: exchange_of(name, compressor, feed) for name in frameworks}
     first = {name: one.run(feed.draw()).total for name, one in ways.items()}
     settle = SETTLE if isinstance(compressor, ThresholdCompressor) else 3
     for name, one in ways.items():
@@ -216,8 +216,8 @@ def main() -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    given = json.loads(options.points.read_text())
-    points = given["points"]
+    job = json.loads(options.points.read_text())
+    points = job["points"]
     logging.getLogger("hvd_gradcomp").setLevel(logging.ERROR)
     horovod.init()
     torch.set_num_threads(1)
@@ -228,18 +228,18 @@ def main() -> None:
         tf.config.threading.set_intra_op_parallelism_threads(1)
         tf.config.threading.set_inter_op_parallelism_threads(1)
         stock.init()
-    feed = Feed([(name, tuple(shape)) for name, shape in given["layers"]])
-    found: dict[str, Any] = {"copy_ms": feed.copy_ms(), "rows": {}}
+    feed = Feed([(name, tuple(shape)) for name, shape in job["layers"]])
+    result: dict[str, Any] = {"copy_ms": feed.copy_ms(), "rows": {}}
     for point in points:
         compressor = eval(point["compressor"], dict(vars(hvd_gradcomp)))
         dense = point["name"] == DENSE
         rows = measure(None if dense else compressor, point["frameworks"], feed, options.rounds)
-        found["rows"][point["name"]] = rows
+        result["rows"][point["name"]] = rows
         gc.collect()  # functions of TensorFlow hold each other
         if horovod.rank() == 0:
-            said = ", ".join(f"{name} {row['ms']:.0f} ms" for name, row in rows.items())
-            print(f"{point['name']}: {said}", flush=True)
-            options.result.write_text(json.dumps(found))
+            times = ", ".join(f"{name} {row['ms']:.0f} ms" for name, row in rows.items())
+            print(f"{point['name']}: {times}", flush=True)
+            options.result.write_text(json.dumps(result))
     horovod.shutdown()
 
 

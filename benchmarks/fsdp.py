@@ -74,16 +74,16 @@ class Training:
         mesh: replicas and shards.
     """
 
-    def __init__(self, way: str, mesh: Any) -> None:
+    def __init__(self, method: str, mesh: Any) -> None:
         torch.manual_seed(1)
         self.model: Any = Transformer()
-        inside = mesh if way == STOCK else mesh["inside"]
+        inside = mesh if method == STOCK else mesh["inside"]
         for layer in self.model.layers:
             fully_shard(layer, mesh=inside)
         fully_shard(self.model, mesh=inside)
         self.bytes_sent: Callable[[], int] = lambda: 0
-        if way != STOCK:
-            state = fsdp.compress(self.model, eval(way, vars(hvd_gradcomp)), mesh=mesh)
+        if method != STOCK:
+            state = fsdp.compress(self.model, eval(method, vars(hvd_gradcomp)), mesh=mesh)
             self.bytes_sent = lambda: state.stats().bytes_sent
         self._optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
         self._generator = torch.Generator().manual_seed(dist.get_rank())
@@ -103,20 +103,20 @@ def measured() -> list[Row]:
     """Return a row for each way; all ranks call it."""
     torch.set_num_threads(1)
     mesh = init_device_mesh("cpu", (HOSTS, INSIDE), mesh_dim_names=("hosts", "inside"))
-    trainings = {way: Training(way, mesh) for way in WAYS}
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    trainings = {method: Training(method, mesh) for method in WAYS}
+    times: dict[str, list[float]] = {method: [] for method in WAYS}
     for turn in range(FIRST + ROUNDS):
-        for way, training in trainings.items():
+        for method, training in trainings.items():
             took = training.step()
             if turn >= FIRST:
-                times[way].append(took)
+                times[method].append(took)
     stock = statistics.median(times[STOCK])
     shard = sum(p.to_local().numel() for p in trainings[STOCK].model.parameters())
     rows = []
-    for way, training in trainings.items():
-        ms = statistics.median(times[way])
-        sent = training.bytes_sent() / (FIRST + ROUNDS) if way != STOCK else 4 * shard
-        rows.append({"way": way, "ms": ms, "of_stock": ms / stock, "bytes_a_step": sent})
+    for method, training in trainings.items():
+        ms = statistics.median(times[method])
+        sent = training.bytes_sent() / (FIRST + ROUNDS) if method != STOCK else 4 * shard
+        rows.append({"method": method, "ms": ms, "of_stock": ms / stock, "bytes_a_step": sent})
     return rows
 
 
@@ -168,24 +168,24 @@ def main() -> None:
     parser.add_argument("--rate", help="of the link between two hosts, such as 1gbit; as root")
     parser.add_argument("--json", type=Path, help="where the rows go")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank:
+    options = parser.parse_args()
+    if options.rank:
         as_rank(measured)
         return
-    if given.rate:
-        rows = on_hosts(given.rate, "benchmarks.fsdp", INSIDE)
+    if options.rate:
+        rows = on_hosts(options.rate, "benchmarks.fsdp", INSIDE)
     else:
         with tempfile.TemporaryDirectory() as folder:
             torch.multiprocessing.spawn(spawned, (folder,), HOSTS * INSIDE)
             rows = json.loads(Path(folder, "rows.json").read_text())
-    where = f"two hosts at {given.rate}" if given.rate else "this machine"
+    where = f"two hosts at {options.rate}" if options.rate else "this machine"
     print(f"{HOSTS} replicas of {INSIDE} shards on {where}, {os.cpu_count()} cores, gloo\n")
-    print("| way | ms a step | / stock | bytes a step |\n|---|--:|--:|--:|")
+    print("| method | ms a step | / stock | bytes a step |\n|---|--:|--:|--:|")
     for row in rows:
         ms, ratio = f"{row['ms']:,.1f}", f"{row['of_stock']:.2f}"
-        print(f"| {row['way']} | {ms} | {ratio} | {row['bytes_a_step']:,.0f} |")
-    if given.json:
-        given.json.write_text(json.dumps({"where": where, "rows": rows}, indent=1) + "\n")
+        print(f"| {row['method']} | {ms} | {ratio} | {row['bytes_a_step']:,.0f} |")
+    if options.json:
+        options.json.write_text(json.dumps({"where": where, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

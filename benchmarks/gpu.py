@@ -73,9 +73,16 @@ def tested(part: str, options: argparse.Namespace) -> Result:
         report = Path(folder, "report.xml")
         code = subprocess.run([*command, f"--junitxml={report}"]).returncode
         suite = ElementTree.parse(report).find("testsuite") if report.exists() else None
-    said = {} if suite is None else suite.attrib
-    numbers = {key: int(said.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")}
-    return {"command": " ".join(command[1:]), **numbers, "seconds": said.get("time"), "code": code}
+    attributes = {} if suite is None else suite.attrib
+    numbers = {
+        key: int(attributes.get(key, 0)) for key in ("tests", "failures", "errors", "skipped")
+    }
+    return {
+        "command": " ".join(command[1:]),
+        **numbers,
+        "seconds": attributes.get("time"),
+        "code": code,
+    }
 
 
 def steps(options: argparse.Namespace) -> Result:
@@ -85,8 +92,8 @@ def steps(options: argparse.Namespace) -> Result:
     only = ["--only", *options.only] if options.only else []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows.json")
-        given = ["--device", options.device, "--steps", str(options.steps), "--json", str(file)]
-        code = codecs.main([*given, *only])
+        arguments = ["--device", options.device, "--steps", str(options.steps), "--json", str(file)]
+        code = codecs.main([*arguments, *only])
         return {"rows": json.loads(file.read_text()), "code": code}
 
 
@@ -98,7 +105,7 @@ def exchange(options: argparse.Namespace) -> Result:
         ways = [("nccl", 1), ("gloo", RANKS)]
     else:
         ways = [("nccl", RANKS)]
-    rows = [row for way in ways for row in spawned(options, *way, small)]
+    rows = [row for setting in ways for row in spawned(options, *setting, small)]
     return {"rows": rows, "code": int(any("error" in row for row in rows))}
 
 
@@ -122,8 +129,8 @@ def small(device: str) -> Task:
     generator = torch.Generator(device).manual_seed(dist.get_rank())
 
     def loss(model: torch.nn.Module) -> torch.Tensor:
-        given = torch.randn(32, 512, generator=generator, device=device)
-        return model(given).square().mean()
+        inputs = torch.randn(32, 512, generator=generator, device=device)
+        return model(inputs).square().mean()
 
     return Task(torch.nn.Sequential(*layers).to(device), loss, 0.05)
 
@@ -150,8 +157,8 @@ def spawned(
     """Return a row for each method; one that fails has an error, and new processes go on."""
     from benchmarks import points
 
-    asked = points.chosen(points.every(), options.only)
-    names = [point.name for point in asked if point.middle]
+    selected = points.chosen(points.every(), options.only)
+    names = [point.name for point in selected if point.middle]
     if not options.only:
         names.insert(0, ALONE)
     rows: list[Result] = []
@@ -161,8 +168,8 @@ def spawned(
             done = Path(folder, "rows.json")
             done.write_text("[]")
             try:
-                given = folder, options.device, backend, ranks, task, names
-                torch.multiprocessing.spawn(ranked, given, ranks)
+                arguments = folder, options.device, backend, ranks, task, names
+                torch.multiprocessing.spawn(ranked, arguments, ranks)
             except Exception as error:
                 failure = str(error).strip()[-2000:]
             rows += json.loads(done.read_text())
@@ -232,31 +239,31 @@ def trained(name: str, device: str, task: Callable[[str], Task]) -> Result:
 
 def machine(device: str) -> Result:
     """Describe the machine."""
-    found: Result = {"torch": torch.__version__, "device": device}
+    facts: Result = {"torch": torch.__version__, "device": device}
     if device == "cuda":
-        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        found |= {"cuda": torch.version.cuda, "nccl": list(torch.cuda.nccl.version())}
-        found["kernels"] = TorchOps(device).kernels is not None
+        facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        facts |= {"cuda": torch.version.cuda, "nccl": list(torch.cuda.nccl.version())}
+        facts["kernels"] = TorchOps(device).kernels is not None
     if importlib.util.find_spec("triton"):
         from importlib.metadata import version
 
-        found["triton"] = version("triton")
-    return found
+        facts["triton"] = version("triton")
+    return facts
 
 
 def table(result: Result) -> str:
     """As Markdown."""
     lines = ["| part | what came of it |", "|---|---|"]
-    for part, found in result["parts"].items():
-        if "not run" in found:
-            said = f"not run: {found['not run']}"
-        elif "tests" in found:
-            failed = found["failures"] + found["errors"]
-            passed = found["tests"] - failed - found["skipped"]
-            said = f"{passed} passed, {failed} failed, {found['skipped']} skipped"
+    for part, outcome in result["parts"].items():
+        if "not run" in outcome:
+            text = f"not run: {outcome['not run']}"
+        elif "tests" in outcome:
+            failed = outcome["failures"] + outcome["errors"]
+            passed = outcome["tests"] - failed - outcome["skipped"]
+            text = f"{passed} passed, {failed} failed, {outcome['skipped']} skipped"
         else:
-            said = "failed" if found["code"] else f"{len(found['rows'])} methods"
-        lines.append(f"| {part} | {said} |")
+            text = "failed" if outcome["code"] else f"{len(outcome['rows'])} methods"
+        lines.append(f"| {part} | {text} |")
     if result["machine"].get("kernels") is False:  # steps and exchange are of plain ops
         lines += ["", "PyTorch took no kernels here."]
     rows = result["parts"].get("steps", {}).get("rows", [])
@@ -297,21 +304,21 @@ def main(arguments: list[str] | None = None) -> int:
     path = options.folder / f"gpu-{options.device}.json"
     result: Result = {"machine": machine(options.device), "parts": {}}
     for part in options.parts:
-        own = {"steps": steps, "exchange": exchange, "training": training}.get(part)
+        measure = {"steps": steps, "exchange": exchange, "training": training}.get(part)
         needed = NEEDS.get(part)
         try:
             if needed and importlib.util.find_spec(needed) is None:
-                found = {"not run": f"{needed} is not installed"}
+                outcome = {"not run": f"{needed} is not installed"}
             else:
-                found = own(options) if own else tested(part, options)
+                outcome = measure(options) if measure else tested(part, options)
         except Exception as error:  # the other parts can still be had
-            found = {"rows": [], "code": 1, "error": str(error)[-2000:]}
-        result["parts"][part] = found
+            outcome = {"rows": [], "code": 1, "error": str(error)[-2000:]}
+        result["parts"][part] = outcome
         path.write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text(table(result))
     print(table(result))
     print(f"results: {path} and {path.with_suffix('.md').name}")
-    return int(any(found.get("code") for found in result["parts"].values()))
+    return int(any(outcome.get("code") for outcome in result["parts"].values()))
 
 
 if __name__ == "__main__":

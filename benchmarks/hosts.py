@@ -154,56 +154,56 @@ def advice_table(runs: list[Result]) -> Table:
 def by_way(
     heading: str, columns: list[tuple[str, list[Result]]], cell: Callable[[Result], str]
 ) -> Table:
-    """A line for each way, a column for each run."""
+    """A line for each method, a column for each run."""
     table = Table(title=heading, box=box.MARKDOWN)
-    table.add_column("way")
+    table.add_column("method")
     for head, _ in columns:
         table.add_column(head, justify="right")
-    found = [{row["way"]: cell(row) for row in rows} for _, rows in columns]
-    for way in dict.fromkeys(way for cells in found for way in cells):
-        table.add_row(way, *(cells.get(way, "") for cells in found))
+    by_run = [{row["method"]: cell(row) for row in rows} for _, rows in columns]
+    for name in dict.fromkeys(name for cells in by_run for name in cells):
+        table.add_row(name, *(cells.get(name, "") for cells in by_run))
     return table
 
 
-def asked_ratio(way: str) -> int:
+def asked_ratio(method: str) -> int:
     """One in how many elements a sparse method was set to send."""
     for ratio, texts in DENSER.items():
-        if way in map(brief, chosen(texts)):
+        if method in map(brief, chosen(texts)):
             return ratio
     return USUAL
 
 
 def prediction(runs: list[Result]) -> tuple[list[str], bool]:
     """Return the errors of predicted exchanges, by number of hosts and by ratio."""
-    lines, held = [], True
+    lines, hold = [], True
     for count in sorted({run["hosts"] for run in runs}):
         errors: dict[int, list[float]] = {}
         for run in (run for run in runs if run["hosts"] == count):
             rows = [row for row in run["advice"]["rows"] if row["element_ratio"]]
             for row in rows:
-                errors.setdefault(asked_ratio(row["way"]), []).append(abs(row["error"]))
+                errors.setdefault(asked_ratio(row["method"]), []).append(abs(row["error"]))
             picked = min(rows, key=lambda row: row["predicted_ms"])
             fastest = min(rows, key=lambda row: row["measured_ms"])
             times = picked["measured_ms"] / fastest["measured_ms"]
             lines.append(
-                f"{title(run)}: fastest by prediction {picked['way']}, by measurement "
-                f"{fastest['way']}: {times:.2f} of its time; advice for a step: "
+                f"{title(run)}: fastest by prediction {picked['method']}, by measurement "
+                f"{fastest['method']}: {times:.2f} of its time; advice for a step: "
                 f"{run['advice']['use'] or run['advice']['answer']}"
             )
-            held = held and (count != 2 or times <= SLOWER)
+            hold = hold and (count != 2 or times <= SLOWER)
         for ratio, some in sorted(errors.items()):
             settings = "usual settings" if ratio == USUAL else f"one element in {ratio}"
             middle = statistics.median(some)
             lines.append(f"{count} hosts, {settings}: median error of predictions {middle:.0%}")
-            held = held and (count != 2 or middle <= ERROR)
-    return lines, held
+            hold = hold and (count != 2 or middle <= ERROR)
+    return lines, hold
 
 
 def draw(runs: list[Result], path: Path) -> None:
     """Medians and their spread, a panel for each rate, a mark for each number of hosts."""
     rates = list(dict.fromkeys(run["rate"] for run in runs))
     counts = sorted({run["hosts"] for run in runs})
-    ways = list(dict.fromkeys(row["way"] for run in runs for row in run["exchange"]))
+    ways = list(dict.fromkeys(row["method"] for run in runs for row in run["exchange"]))
     size = (3.0 + 2.5 * len(rates), 1.6 + 0.26 * len(ways))
     with pyplot.rc_context(style.SETTINGS):
         figure, panels = pyplot.subplots(
@@ -217,7 +217,7 @@ def draw(runs: list[Result], path: Path) -> None:
                 aside = 0.25 * (place - (len(counts) - 1) / 2)
                 drawn[f"{run['hosts']} hosts"] = axes.errorbar(
                     [row["ms"] for row in rows],
-                    [ways.index(row["way"]) + aside for row in rows],
+                    [ways.index(row["method"]) + aside for row in rows],
                     xerr=(low, high),
                     fmt=style.MARKS[place],
                     markersize=4,
@@ -235,31 +235,31 @@ def draw(runs: list[Result], path: Path) -> None:
 
 def bars(runs: list[Result]) -> tuple[list[str], bool]:
     """A line for each bar of two hosts, and whether all hold."""
-    lines, held = [], True
+    lines, hold = [], True
     for run in (run for run in runs if run["hosts"] == 2 and run["rate"] in BARS):
-        found: dict[str, list[tuple[Result, float]]] = {}
+        by_setting: dict[str, list[tuple[Result, float]]] = {}
         for row in run["exchange"]:
-            ratio, way = asked_ratio(row["way"]), row["way"]
-            if way.startswith(SPARSE) and ratio in BARS[run["rate"]]:
+            ratio, method = asked_ratio(row["method"]), row["method"]
+            if method.startswith(SPARSE) and ratio in BARS[run["rate"]]:
                 setting = f"one element in {ratio}"
-                found.setdefault(setting, []).append((row, BARS[run["rate"]][ratio]))
+                by_setting.setdefault(setting, []).append((row, BARS[run["rate"]][ratio]))
                 if row["element_ratio"] < ratio:
                     lines.append(
-                        f"{title(run)}, {way}: sent one element in {row['element_ratio']:.1f}, "
+                        f"{title(run)}, {method}: sent one element in {row['element_ratio']:.1f}, "
                         f"not in {ratio}"
                     )
-            elif way.startswith(QUANTIZED):
-                found.setdefault("quantized", []).append((row, QUANTIZED_BARS[run["rate"]]))
-        for setting, rows in found.items():
+            elif method.startswith(QUANTIZED):
+                by_setting.setdefault("quantized", []).append((row, QUANTIZED_BARS[run["rate"]]))
+        for setting, rows in by_setting.items():
             least = rows[0][1]
-            speeds = ", ".join(f"{row['way']} {row['times_faster']:.1f}" for row, _ in rows)
+            speeds = ", ".join(f"{row['method']} {row['times_faster']:.1f}" for row, _ in rows)
             holds = all(row["times_faster"] >= bar for row, bar in rows)
             lines.append(
                 f"{title(run)}, {setting}: {least:g} times faster than dense "
                 f"{'holds' if holds else 'FAILS'}: {speeds}"
             )
-            held = held and holds
-    return lines, held
+            hold = hold and holds
+    return lines, hold
 
 
 def measure(options: argparse.Namespace, console: Console) -> bool:
@@ -288,20 +288,20 @@ def measure(options: argparse.Namespace, console: Console) -> bool:
                     run["advice"] = figures(hosts, ADVISE, options)
                     path.write_text(json.dumps({"machine": machine, "runs": runs}, indent=1))
     lines: list[str] = []
-    held = True
+    hold = True
     if "training" in options.parts:
         console.print(training_table(runs))
     if "exchange" in options.parts:
         console.print(exchange_table(runs))
         draw(runs, path.with_suffix(".png"))
-        lines, held = bars(runs)
+        lines, hold = bars(runs)
     if "advice" in options.parts:
         console.print(advice_table(runs))
         more, true = prediction(runs)
-        lines, held = lines + more, held and true
+        lines, hold = lines + more, hold and true
     console.print(*lines, sep="\n", markup=False)
     console.print(f"results: {options.folder}")
-    return held
+    return hold
 
 
 def run(command: list[str], options: argparse.Namespace) -> None:
@@ -352,11 +352,11 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit status 1 if a bar does not hold")
     parser.add_argument("--folder", type=Path, default=Path("results/hosts"))
     parser.add_argument("--show", type=Path, metavar="JSON", help="draws what was measured before")
-    own, command = sys.argv[1:], []
-    if "--" in own:
-        place = own.index("--")
-        own, command = own[:place], own[place + 1 :]
-    options = parser.parse_args(own)
+    arguments, command = sys.argv[1:], []
+    if "--" in arguments:
+        place = arguments.index("--")
+        arguments, command = arguments[:place], arguments[place + 1 :]
+    options = parser.parse_args(arguments)
 
     if options.show:
         draw(json.loads(options.show.read_text())["runs"], options.show.with_suffix(".png"))

@@ -49,13 +49,13 @@ class PlainTopK(Exchange):
             values = horovod.allgather_async(flat[index], name=f"topk.values.{place}")
             indices = horovod.allgather_async(index, name=f"topk.indices.{place}")
             handles.append((flat, values, indices))
-        given, waited = time.perf_counter(), 0.0
+        submitted, waited = time.perf_counter(), 0.0
         for flat, values, indices in handles:
             start = time.perf_counter()
-            there, what = horovod.synchronize(indices), horovod.synchronize(values)
+            places, what = horovod.synchronize(indices), horovod.synchronize(values)
             waited += time.perf_counter() - start
-            flat.zero_().index_add_(0, there, what).div_(horovod.size())
-        return given, waited
+            flat.zero_().index_add_(0, places, what).div_(horovod.size())
+        return submitted, waited
 
 
 def main() -> int:
@@ -69,7 +69,9 @@ def main() -> int:
     ways = {bench.DENSE: DenseExchange(), PLAIN: PlainTopK()}
     for compressor in BARRED:
         ways[brief(compressor)] = CompressedExchange(compressor, gradients.layers)
-    rows = {name: measure(way, gradients, options.rounds, 2) for name, way in ways.items()}
+    rows = {
+        name: measure(exchange, gradients, options.rounds, 2) for name, exchange in ways.items()
+    }
     rows[PLAIN].bytes_sent = sum(12.0 * largest(g) for g in gradients.tensors)
     bars = {  # equal on all ranks, as the times are
         f"{name}: of {bar}": rows[name].median() / limit

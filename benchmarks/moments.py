@@ -131,8 +131,8 @@ def measured(name: str, batch: int, chunk: int, steps: int, tracked: bool) -> tu
         times.append(time.perf_counter() - begin)
         for p in model.parameters():
             tracker.take(p)
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return statistics.median(times[2:]), (most - before) / 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return statistics.median(times[2:]), (peak - before) / 1024
 
 
 def apart(*arguments: object) -> list[float]:

@@ -83,10 +83,10 @@ TWO_SHOTS: dict[str, Compressor] = {
     "1-bit, two shots": OneBitCompressor(exchange="two_shot"),
 }
 NARROW: dict[str, Callable[[str], Compressor]] = {
-    "BF16": lambda way: BF16Compressor(exchange=way),
-    "BF16 stochastic": lambda way: BF16Compressor(rounding="stochastic", exchange=way),
-    "FP8": lambda way: FP8Compressor(exchange=way),
-    "Int8": lambda way: Int8Compressor(exchange=way),
+    "BF16": lambda exchange: BF16Compressor(exchange=exchange),
+    "BF16 stochastic": lambda exchange: BF16Compressor(rounding="stochastic", exchange=exchange),
+    "FP8": lambda exchange: FP8Compressor(exchange=exchange),
+    "Int8": lambda exchange: Int8Compressor(exchange=exchange),
 }
 TODAY: dict[str, tuple[Compressor, float | None]] = {  # and the bar
     "Chunked top-k": (ChunkedTopKCompressor(), 4.0),
@@ -116,14 +116,14 @@ class Point(NamedTuple):
     """
 
     method: str
-    asked: str
+    density: str
     make: Callable[[], Compressor]
     copies: float | None = None
     middle: bool = True
 
     @property
     def name(self) -> str:
-        return f"{self.method} {self.asked}".strip()
+        return f"{self.method} {self.density}".strip()
 
 
 def every() -> list[Point]:
@@ -152,11 +152,11 @@ def chosen(points: Iterable[Point], only: Sequence[str]) -> list[Point]:
     def words(name: str) -> list[str]:
         return name.lower().replace(",", "").split()
 
-    def asked(point: Point) -> bool:
+    def is_named(point: Point) -> bool:
         named = words(point.name)
         return any(named[: len(name)] == name for name in map(words, only))
 
-    return [point for point in points if not only or asked(point)]
+    return [point for point in points if not only or is_named(point)]
 
 
 class Noise:
@@ -189,12 +189,12 @@ def tuned(make: Callable[[float], Compressor], ratio: float) -> Compressor:
     low, high = 1e-3, 1e3
     while high > NEAR ** (1 / 8) * low:
         middle = (low * high) ** 0.5
-        found = reached(make(middle))
-        if found < ratio:
+        reached_ = reached(make(middle))
+        if reached_ < ratio:
             low = middle
         else:
             high = middle
-            if found < NEAR * ratio:
+            if reached_ < NEAR * ratio:
                 break
     return make(high)
 

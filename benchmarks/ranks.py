@@ -77,12 +77,12 @@ def measured(keys: list[str]) -> dict[str, Any]:
         if keys and key not in keys:
             continue
         try:
-            found = {n: received(compressor, grads, n) for n in RANKS}
+            by_ranks = {n: received(compressor, grads, n) for n in RANKS}
         except (UnmeasurableError, ValueError) as error:
             print(f"{key}: left out: {error}", flush=True)
             continue
-        print(key, *(f"{dense[n] / found[n]:.3g}" for n in RANKS), flush=True)
-        rows.append({"key": key, "title": brief(compressor), "bytes": found})
+        print(key, *(f"{dense[n] / by_ranks[n]:.3g}" for n in RANKS), flush=True)
+        rows.append({"key": key, "title": brief(compressor), "bytes": by_ranks})
     horovod.shutdown()
     return {"elements": grads.elements, "dense": dense, "rows": rows}
 

@@ -84,14 +84,14 @@ def _of(requests: Sequence[Any], ranks: int) -> Moved:
     return Moved(sent, volume(kind, size, ranks))
 
 
-def dense_up_to(compressor: Compressor, most: int = 256) -> int:
+def dense_up_to(compressor: Compressor, limit: int = 256) -> int:
     """The largest layer, in elements, that it leaves dense beside a large one; 0 if none."""
-    found = 0
-    for size in range(1, most):
+    largest = 0
+    for size in range(1, limit):
         layers = [("weight", (1000, 1000), "float32"), ("bias", (size,), "float32")]
         if isinstance(assign(compressor, layers, 2)[1], NoneCompressor):
-            found = size
-    return found
+            largest = size
+    return largest
 
 
 def main() -> None:

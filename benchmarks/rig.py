@@ -229,8 +229,8 @@ class Hosts:
 
     def _on(self, host: str, *command: str) -> list[str]:
         script = 'hostname "$0"; cd "$1"; shift; exec "$@"'
-        own = ["unshare", "--uts", "sh", "-eu", "-c", script, host, os.getcwd()]
-        return self._inside("ip", "netns", "exec", host, *own, *command)
+        in_namespace = ["unshare", "--uts", "sh", "-eu", "-c", script, host, os.getcwd()]
+        return self._inside("ip", "netns", "exec", host, *in_namespace, *command)
 
     def _sh(self, command: list[str]) -> str:
         """Runs something short."""

@@ -169,18 +169,20 @@ def grown(curves: dict[str, list[int]], name: str) -> int:
 
 def complaints(title: str, ranks: list[dict[str, Any]], bound: float) -> list[str]:
     """Return the reasons why a method fails."""
-    found = []
+    reasons = []
     for rank, result in enumerate(ranks):
         memory = grown(result["curves"], "memory") / 2**20
         if memory > bound:
-            found.append(f"{title}: rank {rank}'s memory grows by {memory:.2f} MiB, over {bound:g}")
+            reasons.append(
+                f"{title}: rank {rank}'s memory grows by {memory:.2f} MiB, over {bound:g}"
+            )
         for name in ("tensors", "handles"):
             more = grown(result["curves"], name)
             if more > 0:
-                found.append(f"{title}: rank {rank} has {more} more {name} at the end")
+                reasons.append(f"{title}: rank {rank} has {more} more {name} at the end")
     if len({result["digest"] for result in ranks}) > 1:
-        found.append(f"{title}: the replicas differ")
-    return found
+        reasons.append(f"{title}: the replicas differ")
+    return reasons
 
 
 def draw(results: dict[str, list[dict[str, Any]]], title: str, path: Path) -> None:
@@ -234,17 +236,17 @@ def main() -> int:
             train()
             if step == steps or (step >= warm_up and (step - warm_up) % options.every == 0):
                 curves.note(step)
-        own = {
+        result = {
             "curves": curves.of,
             "digest": hashlib.sha256(parameters()).hexdigest(),
             "seconds": time.perf_counter() - start,
         }
         title = brief(eval(text, vars(hvd_gradcomp)))
-        results[title] = horovod.allgather_object(own, name=f"soak.{title}")
+        results[title] = horovod.allgather_object(result, name=f"soak.{title}")
         failures += complaints(title, results[title], options.bound)
         if horovod.rank() == 0:
             more = grown(curves.of, "memory") / 2**20
-            seconds = f"{steps} steps in {own['seconds']:.0f} s"
+            seconds = f"{steps} steps in {result['seconds']:.0f} s"
             print(f"{title}: {seconds}, rank 0 grows by {more:.2f} MiB", flush=True)
 
     if horovod.rank() == 0:
@@ -253,13 +255,13 @@ def main() -> int:
         for head in ("ms a step", "MiB", "growth, MiB", "objects", "tensors", "handles", "equal"):
             table.add_column(head, justify="right")
         for title, ranks in results.items():
-            own = ranks[0]["curves"]
+            result = ranks[0]["curves"]
             table.add_row(
                 title,
                 f"{1e3 * ranks[0]['seconds'] / steps:.1f}",
-                f"{own['memory'][-1] / 2**20:.0f}",
+                f"{result['memory'][-1] / 2**20:.0f}",
                 f"{max(grown(r['curves'], 'memory') for r in ranks) / 2**20:.2f}",
-                *(f"{max(grown(r['curves'], n) for r in ranks):+}" for n in list(own)[2:]),
+                *(f"{max(grown(r['curves'], n) for r in ranks):+}" for n in list(result)[2:]),
                 "yes" if len({r["digest"] for r in ranks}) == 1 else "NO",
             )
         Console(width=120).print(table)

@@ -101,7 +101,7 @@ class Counter(TorchDispatchMode):
         out = func(*args, **kwargs)
         name = func.overloadpacket.__name__
         read = [x for name, x in kwargs.items() if name != "out"]
-        given = [x for x in _tensors([*args, *read]) if x.device.type == "meta"]
+        inputs = [x for x in _tensors([*args, *read]) if x.device.type == "meta"]
         made = [x for x in _tensors([out]) if x.device.type == "meta"]
         if not made or func.is_view or name in _FREE:
             return out
@@ -110,14 +110,14 @@ class Counter(TorchDispatchMode):
             touched = index.numel() * SECTOR
             moved = _size(index) + (0 if values is None else _size(values)) + 2 * touched
         elif name in ("index_select", "gather", "index"):
-            index = [x for x in given if not x.is_floating_point()][-1]
+            index = [x for x in inputs if not x.is_floating_point()][-1]
             items = sum(x.numel() for x in made)
-            moved = _size(index) + min(items * SECTOR, _size(given[0])) + sum(map(_size, made))
+            moved = _size(index) + min(items * SECTOR, _size(inputs[0])) + sum(map(_size, made))
         elif name in _WRITING:
-            others = given[1:] if name == "copy_" else []
+            others = inputs[1:] if name == "copy_" else []
             moved = sum(map(_size, others)) + sum(map(_size, made))
         else:
-            moved = sum(map(_size, given)) + sum(map(_size, made))
+            moved = sum(map(_size, inputs)) + sum(map(_size, made))
         self.add(moved, name)
         return out
 
@@ -128,13 +128,13 @@ _WRITING = {"zeros", "zero_", "fill_", "full", "arange", "copy_", "zeros_like", 
 
 
 def _tensors(items: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for x in items:
         if isinstance(x, torch.Tensor):
-            found.append(x)
+            tensors.append(x)
         elif isinstance(x, (list, tuple)):
-            found += _tensors(x)
-    return found
+            tensors += _tensors(x)
+    return tensors
 
 
 def _size(x: torch.Tensor) -> int:
@@ -162,10 +162,10 @@ class WithoutData(TorchOps):
         super().__init__("meta", kernels=kernels)
 
     def from_host(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
-        given = torch.empty(len(values), dtype=dtype, device=self.device)
+        out = torch.empty(len(values), dtype=dtype, device=self.device)
         if self.counter is not None:
-            self.counter.add(_size(given), "from the host")
-        return given
+            self.counter.add(_size(out), "from the host")
+        return out
 
     def stage(self, x: torch.Tensor) -> torch.Tensor:
         if self.counter is not None:
@@ -277,11 +277,11 @@ def chosen(only: Sequence[str]) -> dict[str, tuple[Compressor, float, bool]]:
 
 def rows(only: Sequence[str] = ()) -> list[dict[str, Any]]:
     """A row a method: plain ops, kernels, and whether the bars hold."""
-    found = []
+    table_rows = []
     for name, (compressor, bar, each) in chosen(only).items():
         verbs, kernels = (measure(compressor, k) for k in (False, True))
-        most = max(kernels["encode"], kernels["decode"]) if each else kernels["copies"]
-        found.append(
+        copies = max(kernels["encode"], kernels["decode"]) if each else kernels["copies"]
+        table_rows.append(
             {
                 "method": name,
                 "compressor": repr(compressor),
@@ -289,11 +289,11 @@ def rows(only: Sequence[str] = ()) -> list[dict[str, Any]]:
                 "kernels": kernels,
                 "bar": bar,
                 "bar_is_for_each": each,
-                "copies_hold": most <= bar,
+                "copies_hold": copies <= bar,
                 "launches_hold": kernels["launches"] <= LAUNCHES,
             }
         )
-    return found
+    return table_rows
 
 
 def launches(compressor: Compressor) -> str:
@@ -309,14 +309,14 @@ def launches(compressor: Compressor) -> str:
     return "\n".join(lines) + "\n"
 
 
-def table(found: Sequence[dict[str, Any]]) -> str:
+def table(rows_: Sequence[dict[str, Any]]) -> str:
     """As Markdown."""
     lines = [
         "| method | plain ops: copies | launches a bucket | kernels: encode | decode | copies "
         "| bar | launches a bucket | bar |",
         "|---|--:|--:|--:|--:|--:|---|--:|---|",
     ]
-    for row in found:
+    for row in rows_:
         verbs, kernels = row["verbs"], row["kernels"]
         each = " each" if row["bar_is_for_each"] else ""
         bars = (
@@ -341,11 +341,11 @@ def main(arguments: list[str] | None = None) -> int:
         for name, (compressor, *_) in chosen(options.only).items():
             print(f"{name}: {launches(compressor)}")
         return 0
-    found = rows(options.only)
-    print(table(found))
+    table_rows = rows(options.only)
+    print(table(table_rows))
     if options.folder:
-        (options.folder / "traffic.json").write_text(json.dumps(found, indent=1) + "\n")
-        (options.folder / "traffic.txt").write_text(table(found))
+        (options.folder / "traffic.json").write_text(json.dumps(table_rows, indent=1) + "\n")
+        (options.folder / "traffic.txt").write_text(table(table_rows))
     return 0
 
 

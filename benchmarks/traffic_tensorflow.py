@@ -70,9 +70,9 @@ class Told(TensorFlowOps):
 
     def nonzero(self, mask: tf.Tensor) -> tf.Tensor:
         whole = mask.shape[0] == self.size
-        found = tf.where(mask)
-        found.set_shape((self.passing if whole else min(self.wanted, mask.shape[0]), 1))
-        return found[:, 0]
+        index = tf.where(mask)
+        index.set_shape((self.passing if whole else min(self.wanted, mask.shape[0]), 1))
+        return index[:, 0]
 
     def staged(self, x: tf.Tensor) -> Any:
         known = tf.get_static_value(x)
@@ -100,7 +100,7 @@ class Step:
             kept = [tf.TensorSpec(x.shape, x.dtype) for _, x in leaves(self.template)]
         self.has_moments = compressor.uses_moments and getattr(compressor, "moments", "") != "step"
         bucket = tf.TensorSpec((layout.size,), tf.float32)
-        self.given = [tf.TensorSpec((), tf.int64), *[bucket] * (1 + self.has_moments), *kept]
+        self.inputs = [tf.TensorSpec((), tf.int64), *[bucket] * (1 + self.has_moments), *kept]
         self.payload = 0  # bytes, once it has been traced
 
     def plain(self) -> dict[str, Count]:
@@ -110,8 +110,8 @@ class Step:
             self.payload = sent.shape[0]
             return tf.compat.v1.placeholder(tf.uint8, (RANKS, self.payload))
 
-        step = tf.function(lambda *given: self._trace(False, reply, *given), autograph=False)
-        return of_graph(step.get_concrete_function(*self.given).graph)
+        step = tf.function(lambda *inputs: self._trace(False, reply, *inputs), autograph=False)
+        return of_graph(step.get_concrete_function(*self.inputs).graph)
 
     def xla(self) -> dict[str, Count]:
         """The static ops, compiled. Traced by ops before, since only then its size is known.
@@ -121,19 +121,19 @@ class Step:
         """
         reply = tf.TensorSpec((RANKS, self.payload), tf.uint8)
         step = tf.function(
-            lambda reply, *given: self._trace(True, lambda _: reply, *given),
+            lambda reply, *inputs: self._trace(True, lambda _: reply, *inputs),
             autograph=False,
             jit_compile=True,
         )
-        return of_hlo(optimized(step, reply, *self.given))
+        return of_hlo(optimized(step, reply, *self.inputs))
 
-    def _trace(self, static: bool, reply: Callable[[Any], Any], number: Any, *given: Any) -> Any:
+    def _trace(self, static: bool, reply: Callable[[Any], Any], number: Any, *inputs: Any) -> Any:
         compressor, layout = self.compressor, self.layout
         ops = Told(layout, static)
-        gradient, *given = given
-        extra = {"moment": given.pop(0)} if self.has_moments else {}
+        gradient, *inputs = inputs
+        extra = {"moment": inputs.pop(0)} if self.has_moments else {}
         with tf.name_scope("encode"):
-            state = self._state(ops, given)
+            state = self._state(ops, inputs)
             context = Context(layout, 0, RANKS, number, 1.0, 1.0 / RANKS)
             stack = ProgramRunner(compressor.aggregate(ops, context, gradient, state, **extra))
             request = stack.send(None)
@@ -153,9 +153,9 @@ class Step:
         schedule = self.compressor.capacity_schedule(self.layout, RANKS)
         if ops.dynamic_shapes:  # where the level is not known while tracing, that costs nodes
             schedule.next_level(ops, state.capacity)
-        most = self.compressor.capacity(self.layout) if hasattr(state, "hint") else ops.wanted
-        ops.passing = int(most * (PASSING if hasattr(state, "hint") else 1))
-        needed = ops.wanted = min(most, schedule.capacities[-1])
+        capacity = self.compressor.capacity(self.layout) if hasattr(state, "hint") else ops.wanted
+        ops.passing = int(capacity * (PASSING if hasattr(state, "hint") else 1))
+        needed = ops.wanted = min(capacity, schedule.capacities[-1])
         numbers = {"level": ops.bisect(schedule.capacities, needed), "needed": needed}
         known = dict.fromkeys(state.capacity._fields, 0) | numbers
         return state._replace(
@@ -175,7 +175,7 @@ _SCATTERS = {"TensorScatterAdd", "TensorScatterUpdate"}
 
 def of_graph(graph: tf.Graph) -> dict[str, Count]:
     """Return the bytes that each half's nodes read and write; the others do not count."""
-    found = {half: Count(0, 0) for half in HALVES}
+    counts = {half: Count(0, 0) for half in HALVES}
     constant: set[str] = set()
     for node in graph.get_operations():
         half, _, _ = node.name.partition("/")
@@ -185,8 +185,8 @@ def of_graph(graph: tf.Graph) -> dict[str, Count]:
             constant.update(x.name for x in node.outputs)
         elif half in HALVES and node.type not in _VIEWS | {"Placeholder"}:
             moved, launches = _of_node(node, outputs)
-            found[half] = Count(found[half].moved + moved, found[half].launches + launches)
-    return found
+            counts[half] = Count(counts[half].moved + moved, counts[half].launches + launches)
+    return counts
 
 
 def _of_node(node: Any, outputs: int) -> Count:
@@ -207,8 +207,8 @@ def _of_node(node: Any, outputs: int) -> Count:
         rows = math.prod(index.shape[:-1])
         moved = _bytes(index) + _bytes(updates) + 2 * max(rows * SECTOR, _bytes(updates))
         return Count(moved, 1) if _is_free(into) else Count(moved + 2 * outputs, 2)
-    given = {_base(x).name: _bytes(x) for x in inputs}
-    return Count(sum(given.values()) + outputs, 1)
+    sizes = {_base(x).name: _bytes(x) for x in inputs}
+    return Count(sum(sizes.values()) + outputs, 1)
 
 
 def _base(x: tf.Tensor) -> tf.Tensor:
@@ -240,16 +240,16 @@ _WRITES_TO = {"dynamic-update-slice", "scatter"}  # a part of their first operan
 Instruction = Any  # `hlo_pb2.HloInstructionProto`
 
 
-def optimized(function: Any, *given: tf.TensorSpec) -> hlo_pb2.HloModuleProto:
+def optimized(function: Any, *inputs: tf.TensorSpec) -> hlo_pb2.HloModuleProto:
     """Return the instructions that XLA compiles a function to."""
-    ir = function.experimental_get_compiler_ir(*given)(stage="optimized_hlo_proto_serialized")
+    ir = function.experimental_get_compiler_ir(*inputs)(stage="optimized_hlo_proto_serialized")
     return hlo_pb2.HloProto.FromString(ir).hlo_module
 
 
 def of_hlo(module: hlo_pb2.HloModuleProto) -> dict[str, Count]:
     """Return the bytes that each half reads and writes; a loop counts as often as it runs."""
     computations = {one.id: one for one in module.computations}
-    found = {half: Count(0, 0) for half in HALVES}
+    counts = {half: Count(0, 0) for half in HALVES}
 
     def walk(computation: int, half: str, times: int) -> None:
         known = {one.id: one for one in computations[computation].instructions}
@@ -266,32 +266,32 @@ def of_hlo(module: hlo_pb2.HloModuleProto) -> dict[str, Count]:
                 else:
                     moved = _written(one, known)
                     for place, i in enumerate(one.operand_ids):
-                        shape, own = known[i].shape, _elements(one.shape)
-                        moved += _bytes_of(shape, _asked(one, place, own, shape))
-                count = found[half]
-                found[half] = Count(count.moved + times * moved, count.launches + times)
+                        shape, written = known[i].shape, _elements(one.shape)
+                        moved += _bytes_of(shape, _read(one, place, written, shape))
+                count = counts[half]
+                counts[half] = Count(count.moved + times * moved, count.launches + times)
 
     walk(module.entry_computation_id, HALVES[0], 1)
-    return found
+    return counts
 
 
 def _of_fusion(computation: hlo_pb2.HloComputationProto) -> int:
     """Return the elements of operands and results; intermediate values are never in memory."""
     known = {one.id: one for one in computation.instructions}
     wanted: dict[int, int] = {}  # elements of each; operands come before those that use them
-    asked: dict[int, int] = dict.fromkeys(known, 0)
+    needed: dict[int, int] = dict.fromkeys(known, 0)
     read = 0
     for one in reversed(known.values()):
         size = _elements(one.shape)
-        wanted[one.id] = size if one.id == computation.root_id else min(size, asked[one.id])
+        wanted[one.id] = size if one.id == computation.root_id else min(size, needed[one.id])
         for place, i in enumerate(one.operand_ids):
-            asked[i] += _asked(one, place, wanted[one.id], known[i].shape)
+            needed[i] += _read(one, place, wanted[one.id], known[i].shape)
         if one.opcode == "parameter":
             read += _bytes_of(one.shape, wanted[one.id])
     return read + _written(known[computation.root_id], known)
 
 
-def _asked(one: Instruction, place: int, wanted: int, operand: Any) -> int:
+def _read(one: Instruction, place: int, wanted: int, operand: Any) -> int:
     """Return how many elements of an operand an instruction reads for so many of its own."""
     if place == 0 and one.opcode in _WRITES_TO:
         return 0
@@ -360,7 +360,7 @@ def measured_speed() -> Speed:
     return Speed(1e-3 * copy, 1e-3 * statistics.median(launches), codecs[0]["bytes"])
 
 
-def way(steps: Sequence[Step], parts: Sequence[dict[str, Count]], speed: Speed) -> Way:
+def costs_of(steps: Sequence[Step], parts: Sequence[dict[str, Count]], speed: Speed) -> Way:
     """An exchange as `advise` models it, from what is moved and launched."""
 
     def seconds(count: Count) -> float:
@@ -385,12 +385,12 @@ def summary(
     one = 8 * sum(step.layout.elements for step in steps)
     encode, decode = (sum(p[half].moved for p in parts) / one for half in HALVES)
     launches = [sum(p[half].launches for half in HALVES) for p in parts]
-    mine = way(steps, parts, speed)
+    costs = costs_of(steps, parts, speed)
 
     def saved(bandwidth: float) -> float:
-        return dense_seconds(one / 2, bandwidth) - mine.seconds(Link.of(bandwidth, RANKS), RANKS)
+        return dense_seconds(one / 2, bandwidth) - costs.seconds(Link.of(bandwidth, RANKS), RANKS)
 
-    work = sum(sum(bucket.work) for bucket in mine.costs[RANKS][0][0])
+    work = sum(sum(bucket.work) for bucket in costs.costs[RANKS][0][0])
     return {
         "encode": round(encode, 2),
         "decode": round(decode, 2),
@@ -419,13 +419,13 @@ def rows(only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def table(found: Sequence[dict[str, Any]]) -> str:
+def table(table_rows: Sequence[dict[str, Any]]) -> str:
     """As Markdown, in 80 columns."""
     lines = [
         "| method | plain ops: copies | launches | ms | Gb/s | XLA | launches | ms | Gb/s |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    for row in found:
+    for row in table_rows:
         cells = [row["method"]]
         for ways in (row["verbs"], row["xla"]):
             if "error" in ways:
@@ -442,18 +442,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="METHOD")
     parser.add_argument("--folder", type=Path, default=None, help="where to write both files")
     options = parser.parse_args(arguments)
-    found = []
+    table_rows = []
     for row in rows(options.only):
         print(row["method"], file=sys.stderr)
-        found.append(row)
+        table_rows.append(row)
     speed = measured_speed()
     dense = {gbits: round(1e3 * dense_seconds(speed.size, 1e9 * gbits), 1) for gbits in LINKS}
-    print(table(found))
+    print(table(table_rows))
     print("dense:", ", ".join(f"{ms} ms at {gbits} Gb/s" for gbits, ms in dense.items()))
     print(f"a copy takes {1e3 * speed.copy:.3f} ms, a launch {1e6 * speed.launch:.1f} us")
     if options.folder:
-        content = {"speed": speed._asdict(), "dense_ms_by_gbits": dense, "rows": found}
-        for name, text in (("json", json.dumps(content, indent=1) + "\n"), ("txt", table(found))):
+        content = {"speed": speed._asdict(), "dense_ms_by_gbits": dense, "rows": table_rows}
+        for name, text in (
+            ("json", json.dumps(content, indent=1) + "\n"),
+            ("txt", table(table_rows)),
+        ):
             (options.folder / f"traffic-tensorflow.{name}").write_text(text)
     return 0
 

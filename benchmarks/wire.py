@@ -80,15 +80,15 @@ def rank(only: list[str]) -> None:
             exchange(grads.draw())
         dist.barrier()
         both = [after - was for after, was in zip(counted(), before)]
-        most = torch.tensor(max(both))
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return float(most) / rounds
+        largest = torch.tensor(max(both))
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return float(largest) / rounds
 
     def dense(tensors: list[torch.Tensor]) -> None:
         dist.all_reduce(torch.cat([tensor.view(-1) for tensor in tensors]))
 
-    def tell(title: str, law: float, found: float) -> None:
-        row = {"hosts": ranks, "method": title, "law": law, "counted": found}
+    def tell(title: str, law: float, counted_bytes: float) -> None:
+        row = {"hosts": ranks, "method": title, "law": law, "counted": counted_bytes}
         if first:
             print(MARK + json.dumps({**row, "elements": grads.elements}), flush=True)
 
@@ -125,9 +125,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     for title in dict.fromkeys(row["method"] for row in rows):
         cells = []
         for n in counts:
-            found = [r for r in rows if (r["hosts"], r["method"]) == (n, title)]
-            if found:
-                (row,) = found
+            selected = [r for r in rows if (r["hosts"], r["method"]) == (n, title)]
+            if selected:
+                (row,) = selected
                 share = row["counted"] / row["law"]
                 cells += [f"{row['law'] / 1e3:,.1f} kB", f"{share:.2f} times"]
             else:

@@ -77,10 +77,10 @@ def one_bucket(compressor, ranks=1, shapes=((ELEMENTS,),)):
     return world, lay, take
 
 
-def bars(axes, held, sent, stays):
+def bars(axes, accumulated, sent, stays):
     """Draw what a rank held, what of it was sent, and what stays."""
-    place = np.arange(len(held))
-    axes.bar(place, held, color=HELD, width=0.9, label="held before")
+    place = np.arange(len(accumulated))
+    axes.bar(place, accumulated, color=HELD, width=0.9, label="held before")
     axes.bar(place, stays, color=STAYS, width=0.45, label="stays")
     here = np.flatnonzero(sent)
     axes.plot(place[here], sent[here], "o", color=SENT, markersize=5, label="sent")
@@ -118,10 +118,10 @@ def residual(compressor, path, limit=None, shapes=((ELEMENTS,),), seed=3):
             extra = {"moment": [lay(moments[step, 0])]}
         sent = take(world.step([lay(gradients[step, 0])], **extra)[0])
         after = take(world.states[0].memory.r)
-        held = before + gradients[step, 0]
+        accumulated = before + gradients[step, 0]
         if hasattr(memory, "u"):  # a velocity was added, not the gradient; what was sent is all
-            held = torch.where(sent != 0, sent, after)
-        bars(axes, held.numpy(), sent.numpy(), after.numpy())
+            accumulated = torch.where(sent != 0, sent, after)
+        bars(axes, accumulated.numpy(), sent.numpy(), after.numpy())
         if border < ELEMENTS:
             axes.axvline(border - 0.5, color=style.INK, linewidth=0.6, linestyle=":")
         if limit is not None:
@@ -150,10 +150,10 @@ def leader(compressor, path, seed=3):
         before = [take(state.memory.r) for state in world.states]
         world.step([lay(gradients[step, rank]) for rank in range(2)])
         for rank in range(2):
-            held = before[rank] + gradients[step, rank]
+            accumulated = before[rank] + gradients[step, rank]
             after = take(world.states[rank].memory.r)
             axes = panels[rank, step]
-            bars(axes, held.numpy(), (held - after).numpy(), after.numpy())
+            bars(axes, accumulated.numpy(), (accumulated - after).numpy(), after.numpy())
             says = "chooses" if step % 2 == rank else "follows"
             axes.set_title(f"step {step + 1}, rank {rank} {says}", fontsize=9)
     for axes in panels[-1]:
@@ -286,12 +286,12 @@ def autoencoder(path):
     world, lay, take = one_bucket(compressor, ranks=2, shapes=(tuple(gradients[0][0].shape),))
     losses = []
     for step, each in enumerate(gradients):
-        held = [state.memory.r.clone() for state in world.states]
+        residuals = [state.memory.r.clone() for state in world.states]
         result = take(world.step([lay(g) for g in each])[0])
         if 20 <= step < 20 + train:
             losses += [*compressor.report(world.layout, world.states[0], step + 1).losses.values()]
     index = result.nonzero()[:, 0]
-    mean = sum(take(r) + g.reshape(-1) for r, g in zip(held, gradients[-1]))[index] / 2
+    mean = sum(take(r) + g.reshape(-1) for r, g in zip(residuals, gradients[-1]))[index] / 2
     (code, *_) = [r[0].tensor for r in world.traffic if isinstance(r[0], Allreduce)]
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(10, 3.1), layout="constrained")
     left.plot(np.arange(1, len(losses) + 1), losses, color=STAYS)
@@ -364,10 +364,10 @@ def overview(path, stacked=False):
     methods = dict.fromkeys(name for rows in shown.values() for name in rows.values())
     looks = dict(zip(methods, style.lines(len(methods))))
     for (part, base), rows in shown.items():
-        found = {row["key"]: row["result"] for row in measured(f"papers/{part}.json")["rows"]}
+        results = {row["key"]: row["result"] for row in measured(f"papers/{part}.json")["rows"]}
         for name in dict.fromkeys(rows.values()):
             points = sorted(
-                (found[key]["ratio"], found[key]["score"] - found[base]["score"])
+                (results[key]["ratio"], results[key]["score"] - results[base]["score"])
                 for key, method in rows.items()
                 if method == name
             )
@@ -391,11 +391,11 @@ def overview(path, stacked=False):
     }
     runs = measured("hosts.json")["runs"]
     for row in runs[0]["exchange"]:
-        if row["way"] in ways and row["element_ratio"] > 1:
-            ways[row["way"]] += f": one in {row['element_ratio']:.0f}"
+        if row["method"] in ways and row["element_ratio"] > 1:
+            ways[row["method"]] += f": one in {row['element_ratio']:.0f}"
     for place, run in enumerate(runs):
         rows = dict.fromkeys(ways, np.nan)  # those that were not measured at this rate
-        rows |= {row["way"]: row["ms"] for row in run["exchange"]}
+        rows |= {row["method"]: row["ms"] for row in run["exchange"]}
         rate = {"1gbit": "1 Gb/s", "100mbit": "100 Mb/s"}[run["rate"]]
         at = np.arange(len(ways)) + 0.4 * (place - 0.5)
         right.barh(at, [rows[w] for w in ways], 0.38, label=rate, color=style.COLOURS[place])

@@ -82,7 +82,7 @@ class Command(NamedTuple):
 
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page that a reader would run or write; in order."""
-    found, lines = [], page.read_text(encoding="utf-8").splitlines()
+    parsed, lines = [], page.read_text(encoding="utf-8").splitlines()
     at = 0
     while at < len(lines):
         match, at = _FENCE.match(lines[at]), at + 1
@@ -102,8 +102,8 @@ def blocks(page: Path) -> list[Block]:
         at += 1
         while body and not body[0]:
             del body[0]
-        found.append(Block(page, start, match["language"], options, body))
-    return found
+        parsed.append(Block(page, start, match["language"], options, body))
+    return parsed
 
 
 def follows(page: Path) -> Path | None:
@@ -114,17 +114,17 @@ def follows(page: Path) -> Path | None:
 
 def commands(block: Block) -> list[Command]:
     """The commands of a console block."""
-    found: list[Command] = []
+    listed: list[Command] = []
     for number, line in enumerate(block.lines, block.line + 1):
         if line.startswith("$ "):
-            found.append(Command(f"{block.page}:{number}", line[2:], []))
-        elif not found:
+            listed.append(Command(f"{block.page}:{number}", line[2:], []))
+        elif not listed:
             raise SyntaxError(f"{block.page}:{number}: output before the first command")
-        elif line.startswith("> ") and not found[-1].output:
-            found[-1] = found[-1]._replace(text=f"{found[-1].text}\n{line[2:]}")
+        elif line.startswith("> ") and not listed[-1].output:
+            listed[-1] = listed[-1]._replace(text=f"{listed[-1].text}\n{line[2:]}")
         elif line.strip() not in ("", "..."):
-            found[-1].output.append(line)
-    return found
+            listed[-1].output.append(line)
+    return listed
 
 
 def patched(text: str, block: Block) -> str:
@@ -194,19 +194,19 @@ def check(transcript: str, done: list[Command]) -> list[str]:
     outputs = dict(zip(map(int, parts[1::2]), parts[2::2]))
     problems = []
     for number, command in enumerate(done):
-        said = outputs.get(number)
-        if said is None:
+        output = outputs.get(number)
+        if output is None:
             problems.append(f"{command.place}: was never run: $ {command.text}")
             break
         if number + 1 not in outputs:
-            problems.append(f"{command.place}: failed: $ {command.text}\n{said[-6000:]}")
+            problems.append(f"{command.place}: failed: $ {command.text}\n{output[-6000:]}")
             break
-        rest = iter([loosely(line) for line in said.splitlines()])
+        rest = iter([loosely(line) for line in output.splitlines()])
         for line in command.output:
             if loosely(line) not in rest:
                 problems.append(
                     f"{command.place}: $ {command.text}\nhas not printed, or not there:\n{line}\n"
-                    f"It printed:\n{said[-6000:]}"
+                    f"It printed:\n{output[-6000:]}"
                 )
                 break
     return problems

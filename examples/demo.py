@@ -94,17 +94,17 @@ def links(path: Path = HOSTS) -> Table:
     shown = Table(title="Noise in the shapes of ResNet-50, between two hosts (make hosts)")
     for title in ("method", "one element in", *(f"{rate}, ms" for rate in RATES.values())):
         shown.add_column(title, justify="left" if title == "method" else "right")
-    found = {(rate, one["way"]): one for rate, every in runs.items() for one in every}
+    rows = {(rate, one["method"]): one for rate, every in runs.items() for one in every}
     for start in WAYS:
-        ways = {
-            way: one["element_ratio"] for (_, way), one in found.items() if way.startswith(start)
+        ratios = {
+            name: one["element_ratio"] for (_, name), one in rows.items() if name.startswith(start)
         }
-        for way in sorted(ways, key=lambda way: ways[way]):
+        for name in sorted(ratios, key=lambda name: ratios[name]):
             cells = [
                 f"{one['ms']:,.0f} ({one['times_faster']:.1f}x)" if one else ""
-                for one in (found.get((rate, way)) for rate in RATES)
+                for one in (rows.get((rate, name)) for rate in RATES)
             ]
-            shown.add_row(way, f"{ways[way]:.0f}", *cells)
+            shown.add_row(name, f"{ratios[name]:.0f}", *cells)
     return shown
 
 

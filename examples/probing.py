@@ -81,7 +81,7 @@ def plot(readings: list[Reading], folder: Path) -> None:
     layers: dict[str, list[Reading]] = {}
     for reading in readings:
         layers.setdefault(reading.layer, []).append(reading)
-    weights = {name: found for name, found in layers.items() if name.endswith("weight")}
+    weights = {name: of_layer for name, of_layer in layers.items() if name.endswith("weight")}
 
     def picture(name: str, x: str, y: str, draw) -> None:
         figure, axes = pyplot().subplots(figsize=(6.4, 4.0), layout="constrained")
@@ -95,13 +95,13 @@ def plot(readings: list[Reading], folder: Path) -> None:
         pyplot().close(figure)
 
     def information(axes) -> None:
-        for place, (name, found) in enumerate(weights.items()):
-            steps, color = [r.step for r in found], f"C{place}"
-            axes.plot(steps, [r.entropy for r in found], ":", color=color, linewidth=1)
-            if found[0].mutual_information is not None:
-                shared = [r.mutual_information for r in found]
+        for place, (name, of_layer) in enumerate(weights.items()):
+            steps, color = [r.step for r in of_layer], f"C{place}"
+            axes.plot(steps, [r.entropy for r in of_layer], ":", color=color, linewidth=1)
+            if of_layer[0].mutual_information is not None:
+                shared = [r.mutual_information for r in of_layer]
                 axes.plot(steps, shared, color=color, label=name, linewidth=1)
-                axes.plot(steps, [r.chance for r in found], "--", color=color, linewidth=0.6)
+                axes.plot(steps, [r.chance for r in of_layer], "--", color=color, linewidth=0.6)
 
     def densities(axes) -> None:
         steps = sorted({r.step for r in readings})

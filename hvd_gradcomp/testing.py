@@ -32,10 +32,10 @@ class Group(NamedTuple):
     """Ranks that take part in a collective, and the calling one."""
 
     ranks: Sequence[int]
-    own: int
+    this_rank: int
 
     def rank(self) -> int:
-        return self.ranks.index(self.own)
+        return self.ranks.index(self.this_rank)
 
     def size(self) -> int:
         return len(self.ranks)

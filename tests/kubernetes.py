@@ -28,18 +28,18 @@ def closed(schema: Any) -> Any:
     """A structural schema as JSON Schema that allows nothing unknown."""
     if not isinstance(schema, dict):
         return schema
-    found = {k: v for k, v in schema.items() if not k.startswith("x-") and k != "format"}
+    known = {k: v for k, v in schema.items() if not k.startswith("x-") and k != "format"}
     if schema.get("x-kubernetes-int-or-string"):
-        found.pop("pattern", None)
-        found["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+        known.pop("pattern", None)
+        known["anyOf"] = [{"type": "integer"}, {"type": "string"}]
     if "properties" in schema:
-        found["properties"] = {k: closed(v) for k, v in schema["properties"].items()}
+        known["properties"] = {k: closed(v) for k, v in schema["properties"].items()}
         if not schema.get("x-kubernetes-preserve-unknown-fields"):
-            found["additionalProperties"] = False
+            known["additionalProperties"] = False
     for key in ("items", "additionalProperties"):
         if isinstance(schema.get(key), dict):
-            found[key] = closed(schema[key])
-    return found
+            known[key] = closed(schema[key])
+    return known
 
 
 def schema_of(definitions: list[dict[str, Any]], manifest: dict[str, Any]) -> dict[str, Any]:
@@ -66,9 +66,9 @@ def errors(definitions: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main(*paths: str) -> int:
-    found = list(errors([yaml.safe_load(Path(path).read_text()) for path in paths]))
-    print("\n".join(found) or f"{', '.join(manifests())}: as their schemas say")
-    return bool(found)
+    faults = list(errors([yaml.safe_load(Path(path).read_text()) for path in paths]))
+    print("\n".join(faults) or f"{', '.join(manifests())}: as their schemas say")
+    return bool(faults)
 
 
 if __name__ == "__main__":

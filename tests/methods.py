@@ -55,14 +55,14 @@ def encode_step(compressor, ops, layout, level, step, gradient, state):
     return compressor.encode(level, StepInputs(compressor, ops, context, gradient, state))
 
 
-def decode_step(compressor, ops, layout, payloads, room):
+def decode_step(compressor, ops, layout, payloads, out):
     """The sum of a sparse method's payloads, as received."""
     if isinstance(compressor, ThresholdCompressor):
         context = Context(layout, 0, payloads.bodies.shape[0], 0)
         header = wire.Header(0, 0, 0, payloads.level.index, 0, 0)
         _, bodies = compressor.check_bodies(ops, context, payloads.level, header, payloads.bodies)
         payloads = payloads._replace(bodies=bodies)
-    return compressor.decode_sum(ops, layout, payloads, room)
+    return compressor.decode_sum(ops, layout, payloads, out)
 
 
 NONE = NoneCompressor()
@@ -230,10 +230,10 @@ EVERY = LINEAR + WORDS + LARGEST + LEADER + QUANTIZED + PHASED
 
 def one_of_each(methods: Iterable[Compressor]) -> list[Compressor]:
     """Keep the first setting of each class."""
-    found: dict[type, Compressor] = {}
+    by_class: dict[type, Compressor] = {}
     for one in methods:
-        found.setdefault(type(one), one)
-    return list(found.values())
+        by_class.setdefault(type(one), one)
+    return list(by_class.values())
 
 
 ONE_OF_EACH, ONE_OF_TODAY = one_of_each(EVERY), one_of_each(TODAY)

@@ -22,29 +22,29 @@ class _Hub:
     """Place where ranks put what they send, under the number of the collective."""
 
     def __init__(self, size: int) -> None:
-        self.size, self._there = size, threading.Condition()
+        self.size, self._condition = size, threading.Condition()
         self._items: dict[int, dict[int, Any]] = {}
         self.gone = False
 
     def post(self, number: int, rank: int, item: Any) -> None:
-        with self._there:
+        with self._condition:
             self._items.setdefault(number, {})[rank] = item
-            self._there.notify_all()
+            self._condition.notify_all()
 
     def has_all(self, number: int) -> bool:
         return len(self._items.get(number, ())) == self.size
 
     def wait(self, number: int) -> list[Any]:
-        with self._there:
-            self._there.wait_for(lambda: self.gone or self.has_all(number), _SECONDS)
+        with self._condition:
+            self._condition.wait_for(lambda: self.gone or self.has_all(number), _SECONDS)
             if not self.has_all(number):
                 raise RuntimeError(f"connection closed by another rank, or it is late ({number})")
             return [self._items[number][rank] for rank in range(self.size)]
 
     def hang_up(self) -> None:
-        with self._there:
+        with self._condition:
             self.gone = True
-            self._there.notify_all()
+            self._condition.notify_all()
 
 
 class _Reply:
@@ -120,8 +120,8 @@ class ThreadRank:
 
     def alltoall(self, tensor: torch.Tensor, name: str, group: Any) -> _Reply:
         parts = tensor.clone().view(self._hub.size, -1)
-        mine = lambda every: torch.stack([p[self.rank] for p in every]).view(tensor.shape)  # noqa: E731
-        return self._meet(parts, mine)
+        at_rank = lambda every: torch.stack([p[self.rank] for p in every]).view(tensor.shape)  # noqa: E731
+        return self._meet(parts, at_rank)
 
     def gather(self, request: Gather, name: str, group: Any) -> _Reply:
         here = request.root == self.rank

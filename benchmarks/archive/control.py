@@ -137,21 +137,21 @@ def main() -> None:
     horovod.init()
     for name, compressor in COMPRESSORS.items():
         hvd, steps = make(compressor)
-        times: dict[str, list[float]] = {way: [] for way in steps}
-        ways = [*steps]
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        order = [*steps]
         for _ in range(options.rounds + 3):
-            ways = [*ways[1:], ways[0]]  # none is always the first
-            for way in ways:
+            order = [*order[1:], order[0]]  # none is always the first
+            for key in order:
                 together()
                 start = time.perf_counter()
-                steps[way]()
-                times[way].append(1e3 * (time.perf_counter() - start))
+                steps[key]()
+                times[key].append(1e3 * (time.perf_counter() - start))
         if hvd.rank() == 0:
             bare = times["without"][3:]
-            for way, found in times.items():
-                ratio = statistics.median(mine / other for mine, other in zip(found[3:], bare))
-                median = statistics.median(found[3:])
-                print(f"{name:6} {way:15} {median:8.2f} ms, ratio {ratio:.3f}", flush=True)
+            for title, samples in times.items():
+                ratio = statistics.median(time_ / other for time_, other in zip(samples[3:], bare))
+                median = statistics.median(samples[3:])
+                print(f"{name:6} {title:15} {median:8.2f} ms, ratio {ratio:.3f}", flush=True)
     horovod.shutdown()
 
 

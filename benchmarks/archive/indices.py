@@ -70,12 +70,12 @@ def main() -> None:
     for density, world in worlds.items():
         parts = world.compressor.parts(layout)  # type: ignore[attr-defined]
         count = parts["values"].count
-        room = 32 * parts["deltas"].count + 8 * parts["widths"].count
+        bits = 32 * parts["deltas"].count + 8 * parts["widths"].count
         table.add_row(
             f"{density:g}",
             str(count),
             f"{used[density] / options.steps / count:.2f}",
-            f"{room / count:.2f}",
+            f"{bits / count:.2f}",
             f"{8 * packed_bytes(CODINGS['elias_fano'].parts(layout, count)) / count:.2f}",
             f"{math.log2(layout.elements / count) + 1.44:.2f}",
         )

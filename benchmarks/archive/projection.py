@@ -69,17 +69,17 @@ def main() -> None:
 
         def gradients(model=model, layers=layers, generator=generator) -> list[torch.Tensor]:
             """Return each rank's gradient; the model keeps their mean."""
-            found, means = [], [torch.zeros_like(p) for p in model.parameters()]
+            of_ranks, means = [], [torch.zeros_like(p) for p in model.parameters()]
             for _ in range(RANKS):
                 batch = torch.randint(0, len(y), (options.batch_size,), generator=generator)
                 model.zero_grad()
                 nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
-                found.append(torch.cat([p.grad.reshape(-1).clone() for _, p in layers]))
+                of_ranks.append(torch.cat([p.grad.reshape(-1).clone() for _, p in layers]))
                 for mean, p in zip(means, model.parameters()):
                     mean += p.grad / RANKS
             for mean, p in zip(means, model.parameters()):
                 p.grad = mean
-            return found
+            return of_ranks
 
         def left_out(
             kind: str, gradient: torch.Tensor, kinds=kinds, states=states, layout=layout
@@ -91,8 +91,8 @@ def main() -> None:
 
         seen = []
         for step in range(warmup + options.samples + AGES[-1]):
-            own = gradients()
-            mean = sum(own) / RANKS
+            of_ranks = gradients()
+            mean = sum(of_ranks) / RANKS
             age = step - warmup - options.samples + 1
             if 0 <= step - warmup < options.samples:
                 seen.append(mean)
@@ -118,7 +118,7 @@ def main() -> None:
                         "samples": again,
                         "mean, basis a slice": left_out("a slice", mean),
                         "mean, basis a layer": left_out("a layer", mean),
-                        "one rank, basis a layer": left_out("a layer", own[0]),
+                        "one rank, basis a layer": left_out("a layer", of_ranks[0]),
                     }
                 )
             optimizer.step()

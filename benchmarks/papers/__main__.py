@@ -25,7 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.papers import data, page
-from benchmarks.papers.parts import AT_LENGTH, Found, Part, Row, Scale
+from benchmarks.papers.parts import AT_LENGTH, Measured, Part, Row, Scale
 from benchmarks.papers.registry import PARTS
 
 FOLDER, PAGE = Path("docs/measured/papers"), Path("docs/papers.md")
@@ -100,44 +100,44 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--images must be between 640 and 50000, got {options.images}")
     options.scale = Scale(options.images, options.epochs)
     for part in [] if options.list or options.show else options.parts:
-        there = Found(PARTS[part], options.folder).scale
-        if there not in (None, options.scale):
+        earlier = Measured(PARTS[part], options.folder).scale
+        if earlier not in (None, options.scale):
             parser.error(
-                f"{options.folder / part}.json has rows of {there.images} images and "
-                f"{there.epochs} epochs: give --images {there.images} --epochs {there.epochs}, or "
-                "another --folder"
+                f"{options.folder / part}.json has rows of {earlier.images} images and "
+                f"{earlier.epochs} epochs: give --images {earlier.images} "
+                f"--epochs {earlier.epochs}, or another --folder"
             )
     return options
 
 
 def listed(part: Part, folder: Path) -> str:
     """A part for the list."""
-    found = Found(part, folder)
-    cost = found.cpu_minutes
+    measured = Measured(part, folder)
+    cost = measured.cpu_minutes
     took = "not known before each row has run" if cost is None else f"about {cost:.0f}"
-    done = sum(bool(found[row.key]) for row in part.rows)
+    done = sum(bool(measured[row.key]) for row in part.rows)
     lines = [f"{part.name}: {part.title}", f"  {part.settings}"]
     lines.append(
         f"  {len(part.rows)} rows, {done} of them run; minutes a seed on two cores: {took}"
     )
-    lines += [f"  claim: {claim.text} ({claim.paper})" for claim in part.claims(found)]
+    lines += [f"  claim: {claim.text} ({claim.paper})" for claim in part.claims(measured)]
     lines += [f"  row: {row.key}, {row.ranks} ranks: {row.title}" for row in part.rows]
     return "\n".join(lines)
 
 
-def asked(part: Part, options: argparse.Namespace) -> Iterator[tuple[Row, int]]:
+def pending(part: Part, options: argparse.Namespace) -> Iterator[tuple[Row, int]]:
     """List the runs: all rows of one seed before the next."""
-    found = Found(part, options.folder)
+    measured = Measured(part, options.folder)
     for seed in range(1, options.seeds + 1):
         for row in part.rows:
-            there = seed in found.seeds(row.key) and not options.again
-            if row.key in options.rows and row.ranks in options.ranks and not there:
+            done = seed in measured.seeds(row.key) and not options.again
+            if row.key in options.rows and row.ranks in options.ranks and not done:
                 yield row, seed
 
 
 def train(part: Part, options: argparse.Namespace) -> int:
     """Runs the rows of a part, one job for each number of ranks; whether one failed."""
-    runs = [*asked(part, options)]
+    runs = [*pending(part, options)]
     code = 0
     for ranks in sorted({row.ranks for row, _ in runs}):
         these = [(row.key, seed) for row, seed in runs if row.ranks == ranks]

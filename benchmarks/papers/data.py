@@ -68,13 +68,13 @@ def images(folder: Path | None, part: str, first: int, last: int) -> tuple[torch
 def _read(path: Path, head: int, size: int, first: int, last: int) -> np.ndarray:
     with gzip.open(path) as stream:
         stream.seek(head + first * size)
-        found = np.frombuffer(stream.read((last - first) * size), np.uint8)
-    if len(found) != (last - first) * size:
+        items = np.frombuffer(stream.read((last - first) * size), np.uint8)
+    if len(items) != (last - first) * size:
         raise DataError(
             f"{path} has fewer than {last} images; ask for fewer by --images, or install "
             "dataset-fashion-mnist anew"
         )
-    return found.reshape(-1, size).copy()
+    return items.reshape(-1, size).copy()
 
 
 def text(folder: Path | None) -> torch.Tensor:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.papers.parts import FRACTION, NEAR, NOT_RUN, Claim, Found, Part, Row, said, times
+from benchmarks.papers.parts import (
+    FRACTION,
+    NEAR,
+    NOT_RUN,
+    Claim,
+    Measured,
+    Part,
+    Row,
+    formatted,
+    times,
+)
 
 KS = {256: (0.7457, 269), 512: (0.7446, 524), 1024: (0.7462, 1041), 2048: (0.7056, 2077)}
 RANKS = {  # Table III: baseline, Gradient Dropping, EGC, and the ratio of EGC
@@ -99,33 +109,35 @@ ROWS = (
 )
 
 
-def claims(found: Found) -> list[Claim]:
-    return [*_by_k(found), *_by_ranks(found), *_text(found), *_others(found)]
+def claims(measured: Measured) -> list[Claim]:
+    return [*_by_k(measured), *_by_ranks(measured), *_text(measured), *_others(measured)]
 
 
-def _by_k(found: Found) -> list[Claim]:
+def _by_k(measured: Measured) -> list[Claim]:
     every = []
     for K, (_, ratio) in KS.items():
-        reached = found.middle(_key(K), "element_ratio")
+        reached = measured.middle(_key(K), "element_ratio")
         every.append(
             Claim(
                 f"K = {K}: about K elements for one that is sent (Table I)",
                 f"{ratio}x",
                 times(reached),
                 None if reached is None else K * 0.8 <= reached <= K * 1.25,
-                "The density is the entropy over K." + _entropy(found) + " On the other side each "
+                "The density is the entropy over K."
+                + _entropy(measured)
+                + " On the other side each "
                 "layer sends an element at least, and most layers here have fewer than K.",
                 reached is not None and reached >= ratio / FRACTION,
             )
         )
-    scores = [found.middle(_key(K)) for K in KS]
+    scores = [measured.middle(_key(K)) for K in KS]
     paper = [100 * accuracy for accuracy, _ in KS.values()]
     known = None not in scores
     every.append(
         Claim(
             "accuracy is the same up to K = 1024 and falls at 2048 (Table I, Figure 3)",
             ", ".join(f"{accuracy:.1f}" for accuracy in paper),
-            ", ".join(said(score, "{:.1f}") for score in scores),
+            ", ".join(formatted(score, "{:.1f}") for score in scores),
             max(scores[:3]) - min(scores[:3]) <= 1.0 and scores[3] < min(scores[:3])
             if known
             else None,
@@ -135,62 +147,64 @@ def _by_k(found: Found) -> list[Claim]:
     return every
 
 
-def _entropy(found: Found) -> str:
+def _entropy(measured: Measured) -> str:
     """Bits of two bins, which the ratio follows."""
-    seen = [result["seen"] for result in found["entropy"]]
+    seen = [result["seen"] for result in measured["entropy"]]
     return f" It was {seen[0][0][1]:.2f} bits here (2 bins)." if seen else ""
 
 
-def _kept(found: Found) -> str:
+def _kept(measured: Measured) -> str:
     """Why accuracy is behind."""
-    kept = [found.middle(f"{name}-2", "behind") for name in ("egc", "dropping")]
+    kept = [measured.middle(f"{name}-2", "behind") for name in ("egc", "dropping")]
     if None in kept:
         return ""
     return (
         f"Accuracy: on 2 ranks a rank still keeps {kept[0]:.0f} times the norm of an exchanged "
         f"gradient at the end with EGC, {kept[1]:.0f} times with Gradient Dropping. That is not in "
-        f"the model yet, and these trainings have {found.length}."
+        f"the model yet, and these trainings have {measured.length}."
     )
 
 
-def _by_ranks(found: Found) -> list[Claim]:
+def _by_ranks(measured: Measured) -> list[Claim]:
     every = []
     for ranks, (none, dropping, ours, _) in RANKS.items():
-        gaps = [found.away(f"egc-{ranks}"), found.away(f"egc-{ranks}", f"dropping-{ranks}")]
+        gaps = [measured.away(f"egc-{ranks}"), measured.away(f"egc-{ranks}", f"dropping-{ranks}")]
         every.append(
             Claim(
                 f"more accurate than none and than Gradient Dropping, {ranks} ranks (Table III)",
                 f"{ours - none:+.2f} and {ours - dropping:+.2f} points",
-                " and ".join(said(gap, "{:+.2f}") for gap in gaps),
+                " and ".join(formatted(gap, "{:+.2f}") for gap in gaps),
                 None if None in gaps else min(gaps) >= 0.0,
-                _kept(found),
+                _kept(measured),
                 None not in gaps and min(gaps) >= -NEAR,
             )
         )
     return every
 
 
-def _text(found: Found) -> list[Claim]:
-    here = found.away("text-egc")
-    ratio = found.middle("text-egc", "element_ratio")
+def _text(measured: Measured) -> list[Claim]:
+    here = measured.away("text-egc")
+    ratio = measured.middle("text-egc", "element_ratio")
     return [
         Claim(
             "an LSTM's perplexity matches that of none (Table IV)",
             "69.40 beside 69.48, a word, at 1,098x",
-            f"{said(found.middle('text-egc'), '{:.2f}')} beside "
-            f"{said(found.middle('text-none'), '{:.2f}')}, a character, at {times(ratio)}",
-            None if here is None else found.middle("text-egc") <= 1.05 * found.middle("text-none"),
-            f"Perplexity: an LSTM over characters is still learning after {found.length} (see the "
-            "figure), and what is not sent yet is missing.",
-            here is not None and found.middle("text-egc") <= 1.15 * found.middle("text-none"),
+            f"{formatted(measured.middle('text-egc'), '{:.2f}')} beside "
+            f"{formatted(measured.middle('text-none'), '{:.2f}')}, a character, at {times(ratio)}",
+            None
+            if here is None
+            else measured.middle("text-egc") <= 1.05 * measured.middle("text-none"),
+            f"Perplexity: an LSTM over characters is still learning after {measured.length} "
+            "(see the figure), and what is not sent yet is missing.",
+            here is not None and measured.middle("text-egc") <= 1.15 * measured.middle("text-none"),
         )
     ]
 
 
-def _others(found: Found) -> list[Claim]:
-    seen = [result["seen"] for result in found["entropy"]]
-    gap = found.away("egc-2", "constant")
-    rates = [found.middle(key, "rate") for key in ("egc-2", "constant")]
+def _others(measured: Measured) -> list[Claim]:
+    seen = [result["seen"] for result in measured["entropy"]]
+    gap = measured.away("egc-2", "constant")
+    rates = [measured.middle(key, "rate") for key in ("egc-2", "constant")]
     return [
         Claim(
             "the entropy is smallest with 2 bins (Figure 2)",
@@ -201,26 +215,26 @@ def _others(found: Found) -> list[Claim]:
         Claim(
             "correcting the learning rate by the validation loss helps",
             "no number",
-            f"{said(gap, '{:+.2f} points')}, rate {said(rates[0], '{:.4f}')} at the end instead of "
-            f"{said(rates[1], '{:.4f}')}",
+            f"{formatted(gap, '{:+.2f} points')}, rate {formatted(rates[0], '{:.4f}')} at the end "
+            f"instead of {formatted(rates[1], '{:.4f}')}",
             None if gap is None else gap >= 0.0,
         ),
     ]
 
 
-def draw(found: Found, figure: Any) -> None:
+def draw(measured: Measured, figure: Any) -> None:
     by_k, by_ranks, text = figure.subplots(1, 3)
     for K in KS:
-        for result in found[_key(K)][:1]:
+        for result in measured[_key(K)][:1]:
             by_k.plot([x for x, *_ in result["looks"]], [y for *_, y in result["looks"]], label=K)
     by_k.set_title("accuracy on held-out images by K, %")
     by_k.set_xlabel("step")
     for place, name in enumerate(("none", "dropping", "egc")):
-        points = [(r, found.middle(f"{name}-{r}")) for r in RANKS]
+        points = [(r, measured.middle(f"{name}-{r}")) for r in RANKS]
         known = [(ranks, score) for ranks, score in points if score is not None]
         if known:
             by_ranks.plot(*zip(*known), "o-", color=f"C{place}", label=name)
-        for result in found[f"text-{name}"][:1]:
+        for result in measured[f"text-{name}"][:1]:
             steps, _, scores = zip(*result["looks"])
             text.plot(steps, scores, color=f"C{place}", label=name)
     by_ranks.set_title("test accuracy by ranks, %")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.papers.parts import NEAR, NOT_RUN, Claim, Found, Part, Row, lost, said
+from benchmarks.papers.parts import NEAR, NOT_RUN, Claim, Measured, Part, Row, formatted, lost
 
 PHASES = "warmup_steps={0}, sample_steps=25, compress_steps=75"
 RATIOS = (8, 16, 32)
@@ -46,15 +46,15 @@ ROWS = (
 )
 
 
-def seen(found: Found) -> dict[str, Any] | None:
-    results = found["slices"]
+def seen(measured: Measured) -> dict[str, Any] | None:
+    results = measured["slices"]
     return results[0]["seen"] if results else None
 
 
-def dips(found: Found) -> list[tuple[str, int, float, float]]:
+def dips(measured: Measured) -> list[tuple[str, int, float, float]]:
     """Return for each layer the loss at F * D, and the mean of its neighbours on both sides."""
     every = []
-    for layer in (seen(found) or {"slices": []})["slices"]:
+    for layer in (seen(measured) or {"slices": []})["slices"]:
         block, curve = layer["filters x depth"], dict(layer["curve"])
         near = [curve.get(block * 3 // 4), curve.get(block * 5 // 4)]
         if block in curve and None not in near:
@@ -62,9 +62,9 @@ def dips(found: Found) -> list[tuple[str, int, float, float]]:
     return every
 
 
-def aged(found: Found) -> list[tuple[float, float]]:
+def aged(measured: Measured) -> list[tuple[float, float]]:
     """Age and loss of a basis, means over the youngest and over the oldest quarter."""
-    ages = (seen(found) or {"ages": []})["ages"]
+    ages = (seen(measured) or {"ages": []})["ages"]
     quarter = len(ages) // 4
     if not quarter:
         return []
@@ -74,8 +74,8 @@ def aged(found: Found) -> list[tuple[float, float]]:
     ]
 
 
-def _lasting(found: Found) -> list[Claim]:
-    ages, loss = aged(found), found.middle("ratio-8", "lost")
+def _lasting(measured: Measured) -> list[Claim]:
+    ages, loss = aged(measured), measured.middle("ratio-8", "lost")
     why = (
         "Energy: an eighth of the dimensions does not hold the gradients of this network: the "
         "figure has what the basis of one slice leaves out of others, in the steps that it was "
@@ -93,42 +93,43 @@ def _lasting(found: Found) -> list[Claim]:
         Claim(
             "next to no energy is lost at a ratio of 8",
             "negligible",
-            said(loss, "{:.2f}"),
+            formatted(loss, "{:.2f}"),
             None if loss is None else loss <= 0.1,
             why,
         ),
     ]
 
 
-def claims(found: Found) -> list[Claim]:
+def claims(measured: Measured) -> list[Claim]:
     every = []
     for ratio in RATIOS:
         key = f"ratio-{ratio}"
-        gap, loss = found.away(key), found.middle(key, "lost")
+        gap, loss = measured.away(key), measured.middle(key, "lost")
         every.append(
             Claim(
                 f"convolutions {ratio} times smaller: accuracy beside none",
                 "-1.0 points" if ratio == 8 else "not tried",
-                f"{said(gap, '{:+.2f} points')}, {said(loss, '{:.2f}')} of the energy lost",
+                f"{formatted(gap, '{:+.2f} points')}, {formatted(loss, '{:.2f}')} of the energy "
+                "lost",
                 None if gap is None else gap >= -1.0,
                 weaker=gap is not None and gap >= -1.0 - NEAR,
             )
         )
     better = None
-    if None not in (found.away("ratio-8"), found.away("qsgd")):
-        better = abs(found.middle("ratio-8") - found.middle("qsgd")) <= 1.0
+    if None not in (measured.away("ratio-8"), measured.away("qsgd")):
+        better = abs(measured.middle("ratio-8") - measured.middle("qsgd")) <= 1.0
     every.append(
         Claim(
             "as accurate as 4-bit QSGD at the same ratio",
             "-0.1 points",
-            said(
-                None if better is None else found.middle("ratio-8") - found.middle("qsgd"),
+            formatted(
+                None if better is None else measured.middle("ratio-8") - measured.middle("qsgd"),
                 "{:+.2f} points",
             ),
             better,
         )
     )
-    found_dips = dips(found)
+    found_dips = dips(measured)
     every.append(
         Claim(
             "the loss of another slice's basis drops at multiples of filters x depth (Figure 5)",
@@ -141,16 +142,16 @@ def claims(found: Found) -> list[Claim]:
             all(here < 0.9 * near for _, _, here, near in found_dips) if found_dips else None,
         )
     )
-    every += _lasting(found)
+    every += _lasting(measured)
     every.append(
         Claim("time of aggregation", "5.25 times less", "not measured: ranks of one machine", None)
     )
     return every
 
 
-def draw(found: Found, figure: Any) -> None:
+def draw(measured: Measured, figure: Any) -> None:
     length, age, accuracy = figure.subplots(1, 3)
-    look = seen(found)
+    look = seen(measured)
     if look is not None:
         for place, layer in enumerate(look["slices"]):
             sizes, losses = zip(*layer["curve"])
@@ -164,8 +165,8 @@ def draw(found: Found, figure: Any) -> None:
     length.set_xscale("log")
     age.set_title("loss by age of the basis")
     age.set_xlabel("steps")
-    for row in found.part.rows:
-        for result in found[row.key][:1]:
+    for row in measured.part.rows:
+        for result in measured[row.key][:1]:
             steps, _, scores = zip(*result["looks"])
             accuracy.plot(steps, scores, label=row.key)
     accuracy.set_title("accuracy on held-out images, %")

@@ -12,13 +12,13 @@ from benchmarks.papers.parts import (
     NEAR,
     NOT_RUN,
     Claim,
-    Found,
+    Measured,
     Part,
     Result,
     Row,
+    formatted,
     lost,
     middle,
-    said,
     times,
 )
 
@@ -87,36 +87,36 @@ ROWS = (
 )
 
 
-def beside_none(found: Found, key: str, what: str, paper: float, ratio: float) -> list[Claim]:
-    gap, reached = found.away(key), found.middle(key, "late_ratio")
-    row = found.part.row(key)
+def beside_none(measured: Measured, key: str, what: str, paper: float, ratio: float) -> list[Claim]:
+    gap, reached = measured.away(key), measured.middle(key, "late_ratio")
+    row = measured.part.row(key)
     return [
         Claim(
             f"{what}, {row.ranks} ranks: accuracy beside none",
             f"{paper:+.2f} points",
-            said(gap, "{:+.2f} points"),
+            formatted(gap, "{:+.2f} points"),
             None if gap is None else gap >= min(paper, 0.0) - AS_GOOD,
-            _parted(found),
+            _parted(measured),
             gap is not None and gap >= min(paper, 0.0) - NEAR,
         ),
         Claim(
             f"{what}, {row.ranks} ranks: bytes while codes travel",
             row.paper.partition(", ")[2],
-            by_rank(found[key]) or NOT_RUN,
+            by_rank(measured[key]) or NOT_RUN,
             None if reached is None else reached >= ratio / 2,
-            _first(found) if key.startswith("ring") else _server(found[key]),
+            _first(measured) if key.startswith("ring") else _server(measured[key]),
             reached is not None and reached >= ratio / FRACTION,
         ),
     ]
 
 
-def _parted(found: Found) -> str:
+def _parted(measured: Measured) -> str:
     """Attribute the accuracy that the ring loses on four ranks to its causes."""
     steps = [
-        found.away("ring-4"),
-        found.away("dgc-4"),
-        found.away("values-4", "dgc-4"),
-        found.away("ring-4", "values-4"),
+        measured.away("ring-4"),
+        measured.away("dgc-4"),
+        measured.away("values-4", "dgc-4"),
+        measured.away("ring-4", "values-4"),
     ]
     if None in steps:
         return ""
@@ -126,18 +126,18 @@ def _parted(found: Found) -> str:
         f"at all (DGC, where each rank selects), {leader} with one rank that selects for all, "
         f"{code} with codes in place of values."
     )
-    scalecom = found.away("scalecom-4")
+    scalecom = measured.away("scalecom-4")
     if scalecom is not None:
         text += f" ScaleCom, one rank for all without momentum correction: {scalecom:+.2f}."
     return text
 
 
-def _first(found: Found) -> str:
+def _first(measured: Measured) -> str:
     """Why the ratio of bytes stays behind the paper's."""
-    reached = found.middle("ring-2", "late_ratio")
+    reached = measured.middle("ring-2", "late_ratio")
     if reached is None:
         return ""
-    sent = 4 * found["ring-2"][0]["parameters"] / reached
+    sent = 4 * measured["ring-2"][0]["parameters"] / reached
     return (
         f"Bytes: by the ring on 2 ranks a rank sends {sent:,.0f} a step, of which {4 * FIRST} are "
         "the first layer's, which is sent whole (ScaleCom selects there too). In a network as "
@@ -172,9 +172,9 @@ def phases(results: list[Result]) -> str:
     return ", ".join(f"{sorted(span)[len(span) // 2]:.0f}" for span in spans)
 
 
-def shares(found: Found) -> tuple[float, float, float, float] | None:
+def shares(measured: Measured) -> tuple[float, float, float, float] | None:
     """Return shares of entropy: mutual information at 4 bits, by chance, the same at 32."""
-    seen = [result["seen"] for result in found["information"]]
+    seen = [result["seen"] for result in measured["information"]]
     if not seen:
         return None
     levels = {bits: (entropy, mi, chance) for bits, entropy, mi, chance in seen[0]["levels"]}
@@ -182,20 +182,20 @@ def shares(found: Found) -> tuple[float, float, float, float] | None:
     return coarse[1] / coarse[0], coarse[2] / coarse[0], fine[1] / fine[0], fine[2] / fine[0]
 
 
-def claims(found: Found) -> list[Claim]:
+def claims(measured: Measured) -> list[Claim]:
     ring = "LGC by the ring"
     every = [
-        *beside_none(found, "server-2", "LGC with a server", 93.27 - 91.88, 5709),
-        *beside_none(found, "ring-2", ring, 91.4 - 91.88, 3193),
-        *beside_none(found, "ring-4", ring, 93.07 - 93.75, 2297),
-        *beside_none(found, "server-4", "LGC with a server", 93.57 - 93.75, 8095),
-        *beside_none(found, "ring-8", ring, 75.91 - 75.98, 202),
+        *beside_none(measured, "server-2", "LGC with a server", 93.27 - 91.88, 5709),
+        *beside_none(measured, "ring-2", ring, 91.4 - 91.88, 3193),
+        *beside_none(measured, "ring-4", ring, 93.07 - 93.75, 2297),
+        *beside_none(measured, "server-4", "LGC with a server", 93.57 - 93.75, 8095),
+        *beside_none(measured, "ring-8", ring, 75.91 - 75.98, 202),
     ]
     every += [
-        _compared(found, f"ring-{ranks}", f"scalecom-{ranks}", ranks, paper)
+        _compared(measured, f"ring-{ranks}", f"scalecom-{ranks}", ranks, paper)
         for ranks, paper in ((4, ""), (8, "202x beside 96x, -0.07 points"))
     ]
-    every += _costs(found) + _information(found) + _warmup(found)
+    every += _costs(measured) + _information(measured) + _warmup(measured)
     every.append(
         Claim(
             "time of an iteration by phase: full, top-k, compressed",
@@ -207,52 +207,52 @@ def claims(found: Found) -> list[Claim]:
     return every
 
 
-def _compared(found: Found, ring: str, other: str, ranks: int, paper: str) -> Claim:
-    gap = found.away(ring, other)
-    ratios = [found.middle(key, "late_ratio") for key in (ring, other)]
+def _compared(measured: Measured, ring: str, other: str, ranks: int, paper: str) -> Claim:
+    gap = measured.away(ring, other)
+    ratios = [measured.middle(key, "late_ratio") for key in (ring, other)]
     holds = None if gap is None else ratios[0] > ratios[1] and gap >= -AS_GOOD
     return Claim(
         f"the ring sends less than ScaleCom and is as accurate, {ranks} ranks",
         paper or "no number",
-        f"{times(ratios[0])} beside {times(ratios[1])}, {said(gap, '{:+.2f} points')}",
+        f"{times(ratios[0])} beside {times(ratios[1])}, {formatted(gap, '{:+.2f} points')}",
         holds,
-        _first(found),
+        _first(measured),
         gap is not None and ratios[0] > ratios[1] and gap >= -NEAR,
     )
 
 
-def _costs(found: Found) -> list[Claim]:
+def _costs(measured: Measured) -> list[Claim]:
     """Compare the loss by one leader's selection with that by the code."""
-    selection = found.away("values-4", "dgc-4")
-    code = found.away("ring-4", "values-4")
-    form = found.away("paper-4", "ring-4")
+    selection = measured.away("values-4", "dgc-4")
+    code = measured.away("ring-4", "values-4")
+    form = measured.away("paper-4", "ring-4")
     return [
         Claim(
             "what one rank selects serves all, 4 ranks (values of its choice beside DGC's)",
             "no number",
-            said(selection, "{:+.2f} points"),
+            formatted(selection, "{:+.2f} points"),
             None if selection is None else selection >= -AS_GOOD,
             weaker=selection is not None and selection >= -NEAR,
         ),
         Claim(
             "a code in place of the same values costs nothing, 4 ranks",
             "no number",
-            said(code, "{:+.2f} points"),
+            formatted(code, "{:+.2f} points"),
             None if code is None else code >= -AS_GOOD,
             weaker=code is not None and code >= -NEAR,
         ),
         Claim(
             "the paper's form of the code (no signs, one scale, its feedback) is as good as ours",
             "no number",
-            said(form, "{:+.2f} points"),
+            formatted(form, "{:+.2f} points"),
             None if form is None else form >= -AS_GOOD,
             weaker=form is not None and form >= -NEAR,
         ),
     ]
 
 
-def _information(found: Found) -> list[Claim]:
-    share = shares(found)
+def _information(measured: Measured) -> list[Claim]:
+    share = shares(measured)
     ours = NOT_RUN
     if share is not None:
         ours = (
@@ -273,19 +273,19 @@ def _information(found: Found) -> list[Claim]:
     ]
 
 
-def _warmup(found: Found) -> list[Claim]:
+def _warmup(measured: Measured) -> list[Claim]:
     """Figure 13: the loss falls faster where the first steps are whole."""
     keys = "dgc-2", "exponential", "fixed"
-    ends = [_last_loss(found[key]) for key in keys]
+    ends = [_last_loss(measured[key]) for key in keys]
     known = None not in ends
     return [
         Claim(
             "training loss at the end is lower with whole gradients first than with exponential or "
             "fixed density (Figure 13)",
             "visibly",
-            ", ".join(said(end, "{:.3f}") for end in ends),
+            ", ".join(formatted(end, "{:.3f}") for end in ends),
             (ends[0] <= min(ends[1], ends[2])) if known else None,
-            _uncertain([found[key] for key in keys]) if known else "",
+            _uncertain([measured[key] for key in keys]) if known else "",
         )
     ]
 
@@ -312,7 +312,7 @@ def _last_loss(results: list[Result]) -> float | None:
     return middle(means, "loss")
 
 
-def draw(found: Found, figure: Any) -> None:
+def draw(measured: Measured, figure: Any) -> None:
     loss, share, code = figure.subplots(1, 3)
     for key, label in (
         ("none-2", "none"),
@@ -320,12 +320,12 @@ def draw(found: Found, figure: Any) -> None:
         ("exponential", "exponential"),
         ("dgc-2", "whole first"),
     ):
-        for result in found[key][:1]:
+        for result in measured[key][:1]:
             loss.plot(*zip(*result["curve"]), label=label)
     loss.set_title("Figure 13: training loss")
     loss.set_xlabel("step")
     loss.set_yscale("log")
-    for result in found["information"][:1]:
+    for result in measured["information"][:1]:
         bits, entropy, mutual, chance = zip(*result["seen"]["levels"])
         share.plot(bits, [m / h for m, h in zip(mutual, entropy)], "o-", label="two ranks")
         share.plot(bits, [c / h for c, h in zip(chance, entropy)], "x--", label="by chance")
@@ -333,7 +333,7 @@ def draw(found: Found, figure: Any) -> None:
     share.set_xlabel("bits of the quantizer")
     share.set_ylim(0, 1.05)
     for key in ("none-4", "dgc-4", "scalecom-4", "values-4", "ring-4", "paper-4"):
-        for result in found[key][:1]:
+        for result in measured[key][:1]:
             code.plot([x for x, *_ in result["looks"]], [y for *_, y in result["looks"]], label=key)
     code.set_title("accuracy on held-out images, %")
     code.set_xlabel("step")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from benchmarks.papers.parts import NOT_RUN, Claim, Found, Part, Row, Scale, said, times
+from benchmarks.papers.parts import NOT_RUN, Claim, Measured, Part, Row, Scale, formatted, times
 from hvd_gradcomp.cli import style
 
 
@@ -46,10 +46,10 @@ def _row(key: str, title: str, compressor: str = "NoneCompressor()", **how: str)
 
 def rows() -> list[Row]:
     every = [_row(BASE, "none, gradients in each step")]
-    for key, way in WAYS.items():
+    for key, method in WAYS.items():
         for steps in EVERY:
-            local = f"every={steps}, outer={way.outer}"
-            every.append(_row(f"{key}-{steps}", _title(key, steps), way.compressor, local=local))
+            local = f"every={steps}, outer={method.outer}"
+            every.append(_row(f"{key}-{steps}", _title(key, steps), method.compressor, local=local))
     every.append(
         _row(
             STREAMED,
@@ -70,21 +70,26 @@ def _title(key: str, steps: int) -> str:
     return f"{WAYS[key].title}, every {'step' if steps == 1 else f'{steps} steps'}"
 
 
-def _beside(found: Found, text: str, expected: str, key: str, other: str, near: float) -> Claim:
+def _beside(
+    measured: Measured, text: str, expected: str, key: str, other: str, near: float
+) -> Claim:
     """Hold a row against another one: its loss is at most `near` above."""
-    gap, ratios = found.away(key, other), [found.middle(each, "ratio") for each in (key, other)]
-    ours = f"{said(gap, '{:+.3f}')} at {times(ratios[0])} beside {times(ratios[1])}"
+    gap, ratios = (
+        measured.away(key, other),
+        [measured.middle(each, "ratio") for each in (key, other)],
+    )
+    ours = f"{formatted(gap, '{:+.3f}')} at {times(ratios[0])} beside {times(ratios[1])}"
     holds = None if gap is None else gap <= near
     return Claim(text, expected, NOT_RUN if gap is None else ours, holds)
 
 
-def claims(found: Found) -> list[Claim]:
+def claims(measured: Measured) -> list[Claim]:
     """The papers' order of things, and what is advised."""
     every = []
     for key in ("averaged", "dense"):
         every += [
             _beside(
-                found,
+                measured,
                 f"{_title(key, steps)}: at most {NEAR} nats behind gradients in each step",
                 "DiLoCo: level with data-parallel training, after 500 steps each",
                 f"{key}-{steps}",
@@ -95,7 +100,7 @@ def claims(found: Found) -> list[Claim]:
         ]
     every += [
         _beside(
-            found,
+            measured,
             f"{_title('sparse', steps)}, is no worse than DiLoCo",
             "SparseLoCo: better than DiLoCo",
             f"sparse-{steps}",
@@ -130,19 +135,19 @@ def claims(found: Found) -> list[Claim]:
     for key, compressor in MOMENTA.items():
         text = f"`{compressor}` of momenta loses less than of gradients"
         more.append((text, "1-bit Adam", f"momenta-{key}", f"gradients-{key}", 0.0))
-    return [*every, *(_beside(found, *each) for each in more)]
+    return [*every, *(_beside(measured, *each) for each in more)]
 
 
-def draw(found: Found, figure: Any) -> None:
+def draw(measured: Measured, figure: Any) -> None:
     points, curves = figure.subplots(1, 2)
-    for look, (key, way) in zip(style.lines(len(WAYS)), WAYS.items()):
-        known = [steps for steps in EVERY if found[f"{key}-{steps}"]]
-        ratios = [found.middle(f"{key}-{steps}", "ratio") for steps in known]
-        scores = [found.middle(f"{key}-{steps}") for steps in known]
-        points.plot(ratios, scores, label=way.title, **look)
+    for look, (key, method) in zip(style.lines(len(WAYS)), WAYS.items()):
+        known = [steps for steps in EVERY if measured[f"{key}-{steps}"]]
+        ratios = [measured.middle(f"{key}-{steps}", "ratio") for steps in known]
+        scores = [measured.middle(f"{key}-{steps}") for steps in known]
+        points.plot(ratios, scores, label=method.title, **look)
         for steps, ratio, score in zip(known, ratios, scores):
             points.annotate(str(steps), (ratio, score), fontsize=7)
-    base = found.middle(BASE)
+    base = measured.middle(BASE)
     if base is not None:
         points.axhline(base, color=style.INK, linewidth=1, label="gradients in each step")
     points.set_xscale("log")
@@ -150,9 +155,9 @@ def draw(found: Found, figure: Any) -> None:
     points.set_xlabel("times fewer bytes than float32 gradients in each step")
     shown = (BASE, *(f"{key}-{USUAL}" for key in WAYS), STREAMED)
     for look, key in zip(style.lines(len(shown)), shown):
-        for result in found[key][:1]:
+        for result in measured[key][:1]:
             steps, losses, _ = zip(*result["looks"])
-            curves.plot(steps, losses, label=found.part.row(key).title, **look)
+            curves.plot(steps, losses, label=measured.part.row(key).title, **look)
     curves.set_title("loss on held-out text, nats a character; mean over ranks")
     curves.set_xlabel("step")
 

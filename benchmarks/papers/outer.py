@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import Any, NamedTuple
 
-from benchmarks.papers.parts import NOT_RUN, Claim, Found, Part, Row, Scale, said
+from benchmarks.papers.parts import NOT_RUN, Claim, Measured, Part, Row, Scale, formatted
 from hvd_gradcomp.cli import style
 
 STEPS, EVERY, SHORTER, DENSE_FIRST = 600, 15, 100, 200
@@ -58,34 +58,34 @@ def rows() -> list[Row]:
     return [
         Row(
             key=f"{recipe_key}/{key}",
-            title=f"{recipe.title}: {way.title}",
+            title=f"{recipe.title}: {method.title}",
             task=recipe.task,
             optimizer="adamw",
             rate=recipe.rate,
             schedule=recipe.schedule,
             length=STEPS / Scale().steps,
             base=f"{recipe_key}/none",
-            local=way.local,
+            local=method.local,
         )
-        for (recipe_key, recipe), (key, way) in product(RECIPES.items(), WAYS.items())
+        for (recipe_key, recipe), (key, method) in product(RECIPES.items(), WAYS.items())
     ]
 
 
-def _claim(found: Found, key: str, text: str, said_by: str, other: str, near: float) -> Claim:
+def _claim(measured: Measured, key: str, text: str, said_by: str, other: str, near: float) -> Claim:
     """Hold a row against another one: its loss is at most `near` above."""
-    gap = found.away(key, other)
+    gap = measured.away(key, other)
     holds = None if gap is None else gap <= near
-    return Claim(text, said_by, NOT_RUN if gap is None else said(gap, "{:+.3f}"), holds)
+    return Claim(text, said_by, NOT_RUN if gap is None else formatted(gap, "{:+.3f}"), holds)
 
 
-def claims(found: Found) -> list[Claim]:
+def claims(measured: Measured) -> list[Claim]:
     """Hold what `LocalSteps` does by default, and what it warns of, to the trainings."""
     every = []
     for key, recipe in RECIPES.items():
         base = f"{key}/none"
         every += [
             _claim(
-                found,
+                measured,
                 f"{key}/averaged",
                 f"{recipe.title}: averaging, the default, is at most {NEAR} nats behind gradients "
                 "in each step",
@@ -94,7 +94,7 @@ def claims(found: Found) -> list[Claim]:
                 NEAR,
             ),
             _claim(
-                found,
+                measured,
                 f"{key}/nesterov-later",
                 f"{recipe.title}: Nesterov after {DENSE_FIRST} dense first steps, as `diloco()` "
                 f"has it, is at most {NEAR} nats behind",
@@ -103,7 +103,7 @@ def claims(found: Found) -> list[Claim]:
                 NEAR,
             ),
             _claim(
-                found,
+                measured,
                 f"{key}/nesterov-later",
                 f"{recipe.title}: Nesterov loses less with dense first steps than without",
                 "warning without them",
@@ -114,12 +114,12 @@ def claims(found: Found) -> list[Claim]:
     return every
 
 
-def draw(found: Found, figure: Any) -> None:
+def draw(measured: Measured, figure: Any) -> None:
     for axes, (key, recipe) in zip(figure.subplots(1, len(RECIPES), sharey=True), RECIPES.items()):
-        for look, (way_key, way) in zip(style.lines(len(WAYS)), WAYS.items()):
-            for result in found[f"{key}/{way_key}"][:1]:
+        for look, (way_key, method) in zip(style.lines(len(WAYS)), WAYS.items()):
+            for result in measured[f"{key}/{way_key}"][:1]:
                 steps, losses, _ = zip(*result["looks"])
-                axes.plot(steps, losses, label=way.title, **look)
+                axes.plot(steps, losses, label=method.title, **look)
         axes.set_title(recipe.title, fontsize=9)
         axes.set_xlabel("step")
 

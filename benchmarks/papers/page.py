@@ -14,7 +14,7 @@ from benchmarks.papers.parts import (
     NEAR,
     NOT_RUN,
     Claim,
-    Found,
+    Measured,
     Part,
     Result,
     Row,
@@ -54,17 +54,17 @@ $ make papers{all}
 
 def write(parts: Iterable[Part], folder: Path, target: Path) -> None:
     """Writes the page, and draws a figure for each part that has rows."""
-    every = [Found(part, folder) for part in parts]
+    every = [Measured(part, folder) for part in parts]
     target.parent.mkdir(parents=True, exist_ok=True)
-    every = [found for found in every if found.scale] or every
-    for found in every:
-        if any(found[row.key] for row in found.part.rows):
-            draw(found, found.path.with_suffix(".png"))
+    every = [measured for measured in every if measured.scale] or every
+    for measured in every:
+        if any(measured[row.key] for row in measured.part.rows):
+            draw(measured, measured.path.with_suffix(".png"))
     figures = Path(os.path.relpath(folder, target.parent))
     target.write_text(text(every, figures, length_of(every)))
 
 
-def draw(found: Found, path: Path) -> None:
+def draw(measured: Measured, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -72,7 +72,7 @@ def draw(found: Found, path: Path) -> None:
 
     with pyplot.rc_context({**style.SETTINGS, "axes.titlesize": 10}):
         figure = pyplot.figure(figsize=(10, 4), layout="constrained")
-        found.part.draw(found, figure)
+        measured.part.draw(measured, figure)
         for axes in figure.axes:
             if axes.get_legend_handles_labels()[0]:
                 axes.legend(fontsize=7)
@@ -80,7 +80,7 @@ def draw(found: Found, path: Path) -> None:
         pyplot.close(figure)
 
 
-def text(every: Iterable[Found], figures: Path, length: str = "") -> str:
+def text(every: Iterable[Measured], figures: Path, length: str = "") -> str:
     """Return the page.
 
     Args:
@@ -89,7 +89,7 @@ def text(every: Iterable[Found], figures: Path, length: str = "") -> str:
         length: the command's arguments for trainings of this length, and a space.
     """
     every = [*every]
-    sections = "".join(_section(found, figures, length) for found in every)
+    sections = "".join(_section(measured, figures, length) for measured in every)
     head = HEAD.format(title="at length" if length else "and what was measured")
     how = HOW.format(
         length=length,
@@ -101,9 +101,9 @@ def text(every: Iterable[Found], figures: Path, length: str = "") -> str:
     return head + _summary(every) + how + _network(every) + sections
 
 
-def length_of(every: Iterable[Found]) -> str:
+def length_of(every: Iterable[Measured]) -> str:
     """Return the command's argument for the length of what was measured, and a space."""
-    return "--long " if any(found.scale == AT_LENGTH for found in every) else ""
+    return "--long " if any(measured.scale == AT_LENGTH for measured in every) else ""
 
 
 # What the claims come down to, by part; how many hold is counted.
@@ -134,23 +134,23 @@ GISTS_AT_LENGTH: dict[str, str] = {
 }
 
 
-def _summary(every: list[Found]) -> str:
+def _summary(every: list[Measured]) -> str:
     """Counts the claims that hold, by part, before all else."""
     lines, total = [], Counter[str]()
-    for found in every:
-        verdicts = Counter(verdict(claim) for claim in found.part.claims(found))
+    for measured in every:
+        verdicts = Counter(verdict(claim) for claim in measured.part.claims(measured))
         total += verdicts
         checked = verdicts.total() - verdicts[NOT_RUN]
-        gist = (GISTS if found.scale == Scale() else GISTS_AT_LENGTH).get(found.part.name, "")
-        anchor = re.sub(r"[^\w -]", "", found.part.title.lower()).replace(" ", "-")
-        title = found.part.title.partition(" (")[0]
+        gist = (GISTS if measured.scale == Scale() else GISTS_AT_LENGTH).get(measured.part.name, "")
+        anchor = re.sub(r"[^\w -]", "", measured.part.title.lower()).replace(" ", "-")
+        title = measured.part.title.partition(" (")[0]
         if checked:
-            told = f"{verdicts[HOLDS]} of {checked} hold" + _weaker(verdicts)
-            told += f": {gist}" if gist else ""
-            lines.append(f"- [{title}](#{anchor}): {told}.\n")
+            text_ = f"{verdicts[HOLDS]} of {checked} hold" + _weaker(verdicts)
+            text_ += f": {gist}" if gist else ""
+            lines.append(f"- [{title}](#{anchor}): {text_}.\n")
     if not lines:
         return ""
-    steps = next(found.scale.steps for found in every if found.scale)
+    steps = next(measured.scale.steps for measured in every if measured.scale)
     return (
         f"**In short.** Of {total.total() - total[NOT_RUN]} claims {total[HOLDS]} hold here"
         f"{_weaker(total)}, in trainings of small networks of {steps:,} steps. A claim holds in "
@@ -168,14 +168,14 @@ def _weaker(verdicts: Counter[str]) -> str:
     return f", {verdicts[WEAKER]} in their direction" if verdicts[WEAKER] else ""
 
 
-def _network(every: list[Found]) -> str:
+def _network(every: list[Measured]) -> str:
     """Describe how these trainings differ from those of all papers."""
-    scale = next((found.scale for found in every if found.scale), None)
+    scale = next((measured.scale for measured in every if measured.scale), None)
     sizes = {
-        found.part.row(one["key"]).task: one["result"]["parameters"]
-        for found in every
-        for one in found.content["rows"]
-        if one["key"] in [row.key for row in found.part.rows]
+        measured.part.row(one["key"]).task: one["result"]["parameters"]
+        for measured in every
+        for one in measured.content["rows"]
+        if one["key"] in [row.key for row in measured.part.rows]
     }
     if scale is None:
         return ""
@@ -201,17 +201,17 @@ def _network(every: list[Found]) -> str:
     return "".join(lines)
 
 
-def _section(found: Found, figures: Path, length: str) -> str:
-    part = found.part
-    done = [row for row in part.rows if found[row.key]]
-    seeds = {len(found[row.key]) for row in done}
+def _section(measured: Measured, figures: Path, length: str) -> str:
+    part = measured.part
+    done = [row for row in part.rows if measured[row.key]]
+    seeds = {len(measured[row.key]) for row in done}
     several = " to ".join(str(n) for n in sorted({min(seeds), max(seeds)})) if seeds else "no"
     lines = [f"## {part.title}\n\n{part.settings}\n"]
     lines.append(
         f'`make papers ARGS="{length}--parts {part.name}"`: {len(done)} of {len(part.rows)} rows '
         f"were run, with {several} seed{'' if several == '1' else 's'}.\n"
     )
-    claims = part.claims(found)
+    claims = part.claims(measured)
     lines.append(f"| claim | {part.source} | here | |\n|---|---|---|---|")
     for claim in claims:
         ours = claim.ours if re.search(r"\d", claim.ours) or NOT_RUN not in claim.ours else NOT_RUN
@@ -221,7 +221,7 @@ def _section(found: Found, figures: Path, length: str) -> str:
     heads = ["method", "ranks", *(["paper"] if _papers(part) else []), "here", "beside none"]
     heads += ["elements", "bytes", "behind", *(head for head, _ in part.columns)]
     lines.append(f"\n| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
-    lines += [f"| {' | '.join(_cells(found, row))} |" for row in part.rows]
+    lines += [f"| {' | '.join(_cells(measured, row))} |" for row in part.rows]
     if done:
         lines.append(f"\n![{part.title}]({figures}/{part.name}.png)")
     return "\n".join(lines) + "\n\n"
@@ -236,12 +236,12 @@ SCORES = {
 }
 
 
-def _cells(found: Found, row: Row) -> list[str]:
-    results = found[row.key]
-    first = [row.title, str(row.ranks), *([row.paper] if _papers(found.part) else [])]
+def _cells(measured: Measured, row: Row) -> list[str]:
+    results = measured[row.key]
+    first = [row.title, str(row.ranks), *([row.paper] if _papers(measured.part) else [])]
     if not results:
-        return [*first, NOT_RUN, *[""] * (4 + len(found.part.columns))]
-    base = found.middle(row.base) if row.base and row.base != row.key else None
+        return [*first, NOT_RUN, *[""] * (4 + len(measured.part.columns))]
+    base = measured.middle(row.base) if row.base and row.base != row.key else None
     score = middle(results, "score")
     form = SCORES[row.task]
     shown = f"{form.format(score)}{_spread(results, row)}"
@@ -250,7 +250,7 @@ def _cells(found: Found, row: Row) -> list[str]:
     ratios = [times(middle(results, name)) for name in ("element_ratio", "ratio")]
     behind = middle(results, "behind")
     ratios.append("" if behind is None else f"{behind:.1f}")
-    return [*first, shown, gap, *ratios, *(column(results) for _, column in found.part.columns)]
+    return [*first, shown, gap, *ratios, *(column(results) for _, column in measured.part.columns)]
 
 
 def _papers(part: Part) -> bool:

@@ -63,12 +63,12 @@ class Row:
     @property
     def settings(self) -> dict[str, Any]:
         """Return the settings that the result depends on, for JSON."""
-        told = {"key", "title", "paper", "base"}
-        told |= {"length"} if self.length == 1 else set()  # rows of before have neither
-        told |= {"hook_rank"} if self.hook_rank == 0 else set()
-        told |= set() if self.local else {"local"}
-        told |= set() if self.momenta else {"momenta"}
-        kept = {name: value for name, value in asdict(self).items() if name not in told}
+        left_out = {"key", "title", "paper", "base"}
+        left_out |= {"length"} if self.length == 1 else set()  # rows of before have neither
+        left_out |= {"hook_rank"} if self.hook_rank == 0 else set()
+        left_out |= set() if self.local else {"local"}
+        left_out |= set() if self.momenta else {"momenta"}
+        kept = {name: value for name, value in asdict(self).items() if name not in left_out}
         return {**kept, "phases": [*self.phases]}
 
     def at(self, scale: Scale) -> Scale:
@@ -126,8 +126,8 @@ class Part:
     title: str
     settings: str
     rows: tuple[Row, ...]
-    claims: Callable[[Found], list[Claim]]
-    draw: Callable[[Found, Any], None]
+    claims: Callable[[Measured], list[Claim]]
+    draw: Callable[[Measured, Any], None]
     columns: tuple[tuple[str, Callable[[list[Result]], str]], ...] = ()
     source: str = "paper"  # what claims come from
 
@@ -135,7 +135,7 @@ class Part:
         return next(row for row in self.rows if row.key == key)
 
 
-class Found:
+class Measured:
     """Measurements of a part, in a file of its own that is written after each row."""
 
     def __init__(self, part: Part, folder: Path) -> None:
@@ -187,8 +187,8 @@ class Found:
 
     def away(self, key: str, other: str = "") -> float | None:
         """By how much a row is above another, or the one it is compared with."""
-        here, there = self.middle(key), self.middle(other or self.part.row(key).base)
-        return None if here is None or there is None else here - there
+        here, base = self.middle(key), self.middle(other or self.part.row(key).base)
+        return None if here is None or base is None else here - base
 
     @property
     def cpu_minutes(self) -> float | None:
@@ -203,7 +203,7 @@ def middle(results: Iterable[Result], name: str) -> float | None:
     return statistics.median(known) if known else None
 
 
-def said(value: float | None, form: str) -> str:
+def formatted(value: float | None, form: str) -> str:
     return NOT_RUN if value is None else form.format(value)
 
 

@@ -68,9 +68,9 @@ def compression_loss(ops: Ops, samples: Tensor, later: Tensor, dimension: int) -
             f"{[int(extent) for extent in later.shape]}"
         )
     whole = ops.cast(later, "float64")
-    found = components(ops, samples)
-    basis = found.vectors[:, max(int(found.energy.shape[0]) - dimension, 0) :]
-    rest = whole - ops.reshape(found.mean, (1, -1))
+    fitted = components(ops, samples)
+    basis = fitted.vectors[:, max(int(fitted.energy.shape[0]) - dimension, 0) :]
+    rest = whole - ops.reshape(fitted.mean, (1, -1))
     rest = rest - ops.matmul(ops.matmul(rest, basis), ops.transpose(basis, (1, 0)))
     lost, had = (_floats(ops.sum(ops.square(x), -1)) for x in (rest, whole))
     return [a / b if b > 0 else (float("inf") if a > 0 else 0.0) for a, b in zip(lost, had)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.papers.parts import NOT_RUN, Claim, Found, Part, Row, Scale, said, times
+from benchmarks.papers.parts import NOT_RUN, Claim, Measured, Part, Row, Scale, formatted, times
 from hvd_gradcomp.cli import style
 
 
@@ -112,19 +112,19 @@ def rows() -> list[Row]:
     return transformers + networks + on_eight
 
 
-def _behind(found: Found, key: str, other: str, expected: str, where: str = "") -> Claim:
+def _behind(measured: Measured, key: str, other: str, expected: str, where: str = "") -> Claim:
     """Hold a method against another that it is expected to be no worse than."""
-    here, there = found.away(where + key), found.away(where + other)
-    ratios = found.middle(where + key, "ratio"), found.middle(where + other, "ratio")
+    here, base = measured.away(where + key), measured.away(where + other)
+    ratios = measured.middle(where + key, "ratio"), measured.middle(where + other, "ratio")
     form = "{:+.2f}" if where else "{:+.3f}"
     holds = None
-    if here is not None and there is not None:
-        holds = here >= there if where else here <= there  # accuracy, or loss
+    if here is not None and base is not None:
+        holds = here >= base if where else here <= base  # accuracy, or loss
     return Claim(
         f"{_on(where)}{METHODS[key].title} loses no more than {METHODS[other].title}",
         expected,
-        f"{said(here, form)} at {times(ratios[0])} beside "
-        f"{said(there, form)} at {times(ratios[1])}",
+        f"{formatted(here, form)} at {times(ratios[0])} beside "
+        f"{formatted(base, form)} at {times(ratios[1])}",
         holds,
     )
 
@@ -133,13 +133,13 @@ def _on(where: str) -> str:
     return "VGG: " if where else ""
 
 
-def claims(found: Found) -> list[Claim]:
+def claims(measured: Measured) -> list[Claim]:
     """What `which.md` says of these methods, each way that it could be wrong."""
     every = []
     for where, near in NEAR.items():
         form, unit = ("{:+.2f}", "points") if where else ("{:+.3f}", "nats")
         for key in NARROW:
-            gap, ratio = found.away(where + key), found.middle(where + key, "ratio")
+            gap, ratio = measured.away(where + key), measured.middle(where + key, "ratio")
             lost = gap if gap is None or not where else -gap
             every.append(
                 Claim(
@@ -150,11 +150,11 @@ def claims(found: Found) -> list[Claim]:
                 )
             )
         fewer, more = "fewer bytes, as little loss", "more bytes, less loss"
-        every.append(_behind(found, "chunked", "sparse-gd", fewer, where))
-        every.append(_behind(found, "sparse-gd-int4", "sparse-gd", fewer, where))
+        every.append(_behind(measured, "chunked", "sparse-gd", fewer, where))
+        every.append(_behind(measured, "sparse-gd-int4", "sparse-gd", fewer, where))
         late, hook = "power-late", "power-hook"
-        claim = _behind(found, late, hook, "the same method", where)
-        gap = found.away(where + late, where + hook)
+        claim = _behind(measured, late, hook, "the same method", where)
+        gap = measured.away(where + late, where + hook)
         every.append(
             replace(
                 claim,
@@ -163,27 +163,27 @@ def claims(found: Found) -> list[Claim]:
                 holds=None if gap is None else abs(gap) <= near,
             )
         )
-        every.append(_behind(found, "power", "chunked", more, where))
-        every.append(_behind(found, "acp", "power", fewer, where))
-        every.append(_behind(found, "sparse-gd", "random-k", more, where))
+        every.append(_behind(measured, "power", "chunked", more, where))
+        every.append(_behind(measured, "acp", "power", fewer, where))
+        every.append(_behind(measured, "sparse-gd", "random-k", more, where))
     for key, expected in (
         ("owned", "a quarter of the bytes received, as little loss"),
         ("owned-denser", "as many bytes received, as little loss"),
     ):
-        losses = [found.away(EIGHT + each) for each in (key, "chunked")]
+        losses = [measured.away(EIGHT + each) for each in (key, "chunked")]
         every.append(
             Claim(
                 f"{ON_EIGHT[key].title} is within 0.02 nats of {ON_EIGHT['chunked'].title} on 8 "
                 "ranks",
                 expected,
-                f"{said(losses[0], '{:+.3f}')} beside {said(losses[1], '{:+.3f}')}",
+                f"{formatted(losses[0], '{:+.3f}')} beside {formatted(losses[1], '{:+.3f}')}",
                 None if None in losses else losses[0] <= losses[1] + NEAR[""],
             )
         )
     return every
 
 
-def draw(found: Found, figure: Any) -> None:
+def draw(measured: Measured, figure: Any) -> None:
     panels = figure.subplots(1, 2)
     names = {
         "": f"transformer: loss after {STEPS} steps, nats a character, less is better",
@@ -191,7 +191,7 @@ def draw(found: Found, figure: Any) -> None:
     }
     for axes, (where, name) in zip(panels, names.items()):
         for look, (key, method) in zip(style.lines(len(METHODS)), METHODS.items()):
-            results = found[where + key]
+            results = measured[where + key]
             if results:
                 ratios = [result["ratio"] for result in results]
                 scores = [result["score"] for result in results]

@@ -39,8 +39,10 @@ class Images:
     def __init__(self, folder: Path | None, scale: Scale) -> None:
         self.train = data.images(folder, "train", 0, scale.images)
         end = 60_000 if folder is None else scale.images + HELD_OUT
-        self.held_out = _mine(data.images(folder, "train", end - HELD_OUT, end))
-        self.test = _mine(data.images(folder, "t10k", 0, 10_000 if folder is None else 1000))
+        self.held_out = _of_this_rank(data.images(folder, "train", end - HELD_OUT, end))
+        self.test = _of_this_rank(
+            data.images(folder, "t10k", 0, 10_000 if folder is None else 1000)
+        )
 
     def model(self) -> nn.Module:
         return vgg()
@@ -60,17 +62,17 @@ class Images:
     def _measured(self, model: nn.Module, part: tuple[torch.Tensor, ...]) -> tuple[float, float]:
         """Means over ranks, with the mean of their running statistics."""
         running = [b for b in model.buffers() if b.is_floating_point()]
-        for mine, mean in zip(running, hvd.grouped_allreduce(running, name="papers.running")):
-            mine.copy_(mean)
+        for buffer, mean in zip(running, hvd.grouped_allreduce(running, name="papers.running")):
+            buffer.copy_(mean)
         model.eval()
-        found = torch.zeros(3, dtype=torch.float64)
+        sums = torch.zeros(3, dtype=torch.float64)
         for x, y in zip(part[0].split(500), part[1].split(500)):
             scores = model(x)
             loss = nn.functional.cross_entropy(scores, y, reduction="sum")
             right = (scores.argmax(1) == y).sum()
-            found += torch.tensor([loss.item(), right.item(), len(y)], dtype=torch.float64)
+            sums += torch.tensor([loss.item(), right.item(), len(y)], dtype=torch.float64)
         model.train()
-        total = hvd.allreduce(found, name="papers.score", op=hvd.Sum).tolist()
+        total = hvd.allreduce(sums, name="papers.score", op=hvd.Sum).tolist()
         return total[0] / total[2], 100 * total[1] / total[2]
 
 
@@ -87,7 +89,7 @@ class Text:
         each = self.window + 1
         windows = rest[: len(rest) // each * each].view(-1, each)
         spread = windows[:: max(1, len(windows) // 600)][:600]
-        self.held_out, self.test = _mine((spread[0::6],)), _mine((spread[1:],))
+        self.held_out, self.test = _of_this_rank((spread[0::6],)), _of_this_rank((spread[1:],))
         self.steps = scale.images // BATCH
 
     def model(self) -> nn.Module:
@@ -108,8 +110,8 @@ class Text:
         return self._measured(model, self.test[0])[1]
 
     def _measured(self, model: nn.Module, windows: torch.Tensor) -> tuple[float, float]:
-        found = torch.tensor([loss_of(model, windows) * len(windows), len(windows)])
-        total = hvd.allreduce(found.double(), name="papers.score", op=hvd.Sum).tolist()
+        sums = torch.tensor([loss_of(model, windows) * len(windows), len(windows)])
+        total = hvd.allreduce(sums.double(), name="papers.score", op=hvd.Sum).tolist()
         return total[0] / total[1], math.exp(total[0] / total[1])
 
 
@@ -146,7 +148,7 @@ TASKS: dict[str, Any] = {
 }
 
 
-def _mine(part: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+def _of_this_rank(part: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     return tuple(x[hvd.rank() :: hvd.size()] for x in part)
 
 
@@ -247,11 +249,11 @@ def run(row: Row, scale: Scale, seed: int, task: Any) -> Result:
         for (early, late), span in zip(zip(marks, marks[1:]), spans)
     ]
     used = time.process_time() - marks[0][1]
-    mine = torch.tensor(
+    counts = torch.tensor(
         [whole.elements_sent, whole.bytes_sent, spans[-1].bytes_sent, used, *cpu],
         dtype=torch.float64,
     )
-    table = hvd.allgather(mine[None], name="papers.sent").tolist()
+    table = hvd.allgather(counts[None], name="papers.sent").tolist()
     columns = [*zip(*table)]
     mean = [sum(column) / hvd.size() for column in columns]
     last = spans[-1]

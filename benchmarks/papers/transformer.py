@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.papers.parts import NOT_RUN, Claim, Found, Part, Row, Scale, said, times
+from benchmarks.papers.parts import NOT_RUN, Claim, Measured, Part, Row, Scale, formatted, times
 from hvd_gradcomp.cli import style
 
 # By key: the compressor, and whether moments are those of single samples.
@@ -53,17 +53,17 @@ def _moments(method: str) -> str:
     return ", moments of samples" if METHODS[method][1] else ", moments of steps"
 
 
-def claims(found: Found) -> list[Claim]:
+def claims(measured: Measured) -> list[Claim]:
     """The advice for a link of 1 Gb/s and for slow ones, each way that it could be wrong."""
     every = []
     for steps, method in [(SHORT, "qsgd"), (LONG, "qsgd"), (SHORT, "terngrad")]:
         key = f"{method}-{steps}"
-        gap, ratio = found.away(key), found.middle(key, "ratio")
+        gap, ratio = measured.away(key), measured.middle(key, "ratio")
         every.append(
             Claim(
                 f"`{METHODS[method][0]}` loses at most {NEAR} nats in {steps:,} steps",
                 SLOW if method == "terngrad" else FAST,
-                f"{said(gap, '{:+.3f}')} at {times(ratio)} fewer bytes",
+                f"{formatted(gap, '{:+.3f}')} at {times(ratio)} fewer bytes",
                 None if gap is None else gap <= NEAR,
                 "TernGrad has half the bytes of QSGD and 3 levels, not 15: more noise."
                 if method == "terngrad"
@@ -76,20 +76,21 @@ def claims(found: Found) -> list[Claim]:
         (LONG, "variance-1"),
     ]:
         key, other = f"{method}-{steps}", f"qsgd-{steps}"
-        gaps = found.away(key), found.away(other)
-        ratios = found.middle(key, "ratio"), found.middle(other, "ratio")
+        gaps = measured.away(key), measured.away(other)
+        ratios = measured.middle(key, "ratio"), measured.middle(other, "ratio")
         every.append(
             Claim(
                 f"QSGD comes before `{METHODS[method][0]}`{_moments(method)}, {steps:,} steps: it "
                 "sends fewer bytes and loses less",
                 FAST,
                 " beside ".join(
-                    f"{said(gap, '{:+.3f}')} at {times(ratio)}" for gap, ratio in zip(gaps, ratios)
+                    f"{formatted(gap, '{:+.3f}')} at {times(ratio)}"
+                    for gap, ratio in zip(gaps, ratios)
                 ),
                 None if None in (*gaps, *ratios) else gaps[1] < gaps[0] and ratios[1] > ratios[0],
             )
         )
-    gaps = {method: found.away(f"{method}-{SHORT}") for method in (*QUANTIZERS, *OTHERS)}
+    gaps = {method: measured.away(f"{method}-{SHORT}") for method in (*QUANTIZERS, *OTHERS)}
     known = None not in gaps.values()
     others = ", ".join(f"`{METHODS[method][0]}`" for method in OTHERS)
     every.append(
@@ -107,16 +108,16 @@ def _listed(gaps: dict[str, float], methods: tuple[str, ...]) -> str:
     return ", ".join(f"{gaps[method]:+.3f}" for method in methods)
 
 
-def draw(found: Found, figure: Any) -> None:
+def draw(measured: Measured, figure: Any) -> None:
     curves, points = figure.subplots(1, 2)
     for place, method in enumerate(LONGER):
-        for result in found[f"{method}-{LONG}"][:1]:
+        for result in measured[f"{method}-{LONG}"][:1]:
             steps, losses, _ = zip(*result["looks"])
             curves.plot(steps, losses, color=f"C{place}", label=METHODS[method][0])
     curves.set_title("loss on held-out text, nats a character")
     curves.set_xlabel("step")
     for look, (method, (compressor, _)) in zip(style.lines(len(METHODS)), METHODS.items()):
-        for result in found[f"{method}-{SHORT}"][:1]:
+        for result in measured[f"{method}-{SHORT}"][:1]:
             label = compressor + _moments(method)
             points.plot([result["ratio"]], [result["score"]], label=label, **look)
     points.set_xscale("log")

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.papers.parts import AS_GOOD, FRACTION, NEAR, Claim, Found, Part, Row, said, times
+from benchmarks.papers.parts import (
+    AS_GOOD,
+    FRACTION,
+    NEAR,
+    Claim,
+    Measured,
+    Part,
+    Row,
+    formatted,
+    times,
+)
 
 Table = dict[str, tuple[float, float]]
 
@@ -46,12 +56,12 @@ FEWER_BYTES = {  # of a method with this at its end
 def compressor(method: str) -> str:
     name, _, rest = method.partition("-")
     value, _, how = rest.partition("-")
-    room = FEWER_BYTES.get(how, "")
+    options = FEWER_BYTES.get(how, "")
     return {
         "none": "NoneCompressor()",
-        "strom": f"StromCompressor(tau={value}{room})",
-        "variance": f"VarianceCompressor(alpha={value}{room})",
-        "hybrid": f"HybridCompressor(tau={value}, alpha=2.0{room})",
+        "strom": f"StromCompressor(tau={value}{options})",
+        "variance": f"VarianceCompressor(alpha={value}{options})",
+        "hybrid": f"HybridCompressor(tau={value}, alpha=2.0{options})",
     }[name]
 
 
@@ -79,11 +89,11 @@ def with_fewer_bytes(optimizer: str, table: Table) -> Table:
     return table | {f"{method}-{how}": table[method] for method in more for how in FEWER_BYTES}
 
 
-def grows(found: Found) -> str:
+def grows(measured: Measured) -> str:
     """Describe how the ratio of the first Variance row with one changes in a training."""
     for optimizer in PAPER:
         for alpha in ("1", "1.5", "2"):
-            for result in found[f"{optimizer}/variance-{alpha}"]:
+            for result in measured[f"{optimizer}/variance-{alpha}"]:
                 if result.get("sent"):
                     first, last = result["sent"][0], result["sent"][-1]
                     return (
@@ -94,11 +104,11 @@ def grows(found: Found) -> str:
     return ""
 
 
-def kept(found: Found) -> str:
+def kept(measured: Measured) -> str:
     """List the rows whose accuracy is behind, as far as it was measured."""
     pairs = []
     for method in ("variance-2", "strom-0.01", "hybrid-0.01", "hybrid-0.1"):
-        behind = found.middle(f"sgd/{method}", "behind")
+        behind = measured.middle(f"sgd/{method}", "behind")
         if behind is not None:
             pairs.append(f"{behind:.1f} with `{compressor(method)}`")
     if not pairs:
@@ -110,25 +120,26 @@ def kept(found: Found) -> str:
     )
 
 
-def claims(found: Found) -> list[Claim]:
+def claims(measured: Measured) -> list[Claim]:
     every = []
     short = (
         "Ratios are averages over a whole training and grow with it, as gradients become "
-        f"ambiguous; these trainings have {found.length}, the paper's 300 epochs." + grows(found)
+        f"ambiguous; these trainings have {measured.length}, the paper's 300 epochs."
+        + grows(measured)
     )
     for optimizer, table in PAPER.items():
         of = NAMES[optimizer]
         for alpha in ("1", "1.5", "2"):
             key, (accuracy, ratio) = f"{optimizer}/variance-{alpha}", table[f"variance-{alpha}"]
-            gap, paper = found.away(key), accuracy - table["none"][0]
-            reached = found.middle(key, "element_ratio")
+            gap, paper = measured.away(key), accuracy - table["none"][0]
+            reached = measured.middle(key, "element_ratio")
             every.append(
                 Claim(
                     f"Variance, alpha {alpha}, {of}: accuracy beside none",
                     f"{paper:+.1f} points",
-                    said(gap, "{:+.1f} points"),
+                    formatted(gap, "{:+.1f} points"),
                     None if gap is None else gap >= min(paper, 0.0) - AS_GOOD,
-                    kept(found),
+                    kept(measured),
                     gap is not None and gap >= min(paper, 0.0) - NEAR,
                 )
             )
@@ -142,7 +153,9 @@ def claims(found: Found) -> list[Claim]:
                     reached is not None and reached >= ratio / FRACTION,
                 )
             )
-        ratios = [found.middle(f"{optimizer}/variance-{a}", "element_ratio") for a in (1, 1.5, 2)]
+        ratios = [
+            measured.middle(f"{optimizer}/variance-{a}", "element_ratio") for a in (1, 1.5, 2)
+        ]
         known = [ratio for ratio in ratios if ratio is not None]
         every.append(
             Claim(
@@ -154,8 +167,8 @@ def claims(found: Found) -> list[Claim]:
         )
         for tau in ("0.01", "0.1"):
             keys = f"{optimizer}/hybrid-{tau}", f"{optimizer}/strom-{tau}"
-            ours = [found.middle(key, "element_ratio") for key in keys]
-            scores = [found.middle(key) for key in keys]
+            ours = [measured.middle(key, "element_ratio") for key in keys]
+            scores = [measured.middle(key) for key in keys]
             paper = [table[key.partition("/")[2]] for key in keys]
             every.append(
                 Claim(
@@ -163,11 +176,13 @@ def claims(found: Found) -> list[Claim]:
                     f"{times(paper[0][1])} beside {times(paper[1][1])}, "
                     f"{paper[0][0] - paper[1][0]:+.1f} points",
                     f"{times(ours[0])} beside {times(ours[1])}, "
-                    + said(None if None in scores else scores[0] - scores[1], "{:+.1f} points"),
+                    + formatted(
+                        None if None in scores else scores[0] - scores[1], "{:+.1f} points"
+                    ),
                     None
                     if None in (*ours, *scores)
                     else ours[0] > ours[1] and scores[0] >= scores[1] - AS_GOOD,
-                    kept(found),
+                    kept(measured),
                     None not in (*ours, *scores)
                     and ours[0] > ours[1]
                     and scores[0] >= scores[1] - NEAR,
@@ -176,7 +191,7 @@ def claims(found: Found) -> list[Claim]:
     return every
 
 
-def draw(found: Found, figure: Any) -> None:
+def draw(measured: Measured, figure: Any) -> None:
     """Figure 3 of the paper: accuracy over compression ratio."""
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (optimizer, table) in zip(panels, PAPER.items()):
@@ -185,7 +200,7 @@ def draw(found: Found, figure: Any) -> None:
             points = [
                 (result["element_ratio"], result["score"])
                 for name in keys
-                for result in found[f"{optimizer}/{name}"]
+                for result in measured[f"{optimizer}/{name}"]
             ]
             if points:
                 axes.plot(*zip(*points), "o", color=f"C{place}", label=method)

@@ -46,10 +46,10 @@ class Watch(ABC):
     def result(self) -> Any:
         """Return the findings, for JSON."""
 
-    def own(self, loss: Loss) -> dict[str, torch.Tensor]:
+    def gradients(self, loss: Loss) -> dict[str, torch.Tensor]:
         """This rank's gradients of weights, flat."""
-        found = torch.autograd.grad(loss(), list(self.weights.values()))
-        return {name: g.reshape(-1) for name, g in zip(self.weights, found)}
+        gradients_ = torch.autograd.grad(loss(), list(self.weights.values()))
+        return {name: g.reshape(-1) for name, g in zip(self.weights, gradients_)}
 
 
 class Information(Watch):
@@ -67,19 +67,19 @@ class Information(Watch):
     def __init__(self, model: nn.Module, steps: int) -> None:
         super().__init__(model, steps)
         self.probe = hvd.Probe(model.named_parameters(), every=self.every, corrected=True)
-        self.found: dict[int, list[tuple[float, float, float]]] = {b: [] for b in self.levels}
+        self.rows: dict[int, list[tuple[float, float, float]]] = {b: [] for b in self.levels}
 
     def before(self, step: int, loss: Loss) -> None:
         if step % self.every:
             return
         random = np.random.default_rng(step)
-        for gradient in self.own(loss).values():
-            mine = gradient[:: max(1, len(gradient) // self.sample)].double()
-            x, y = hvd.allgather(mine[None], name="papers.pair")[:2].numpy()
+        for gradient in self.gradients(loss).values():
+            sample = gradient[:: max(1, len(gradient) // self.sample)].double()
+            x, y = hvd.allgather(sample[None], name="papers.pair")[:2].numpy()
             for bits in self.levels:
                 a, b = _leveled(x, bits), _leveled(y, bits)
                 mixed = b[random.permutation(len(b))]
-                self.found[bits].append((_bits(b), _shared(a, b), _shared(a, mixed)))
+                self.rows[bits].append((_bits(b), _shared(a, b), _shared(a, mixed)))
 
     def after(self, step: int) -> None:
         self.probe.step()
@@ -87,7 +87,7 @@ class Information(Watch):
     def result(self) -> Any:
         last = [r for r in self.probe.readings if r.layer in self.weights]
         binned = [(r.step, r.layer, r.entropy, r.mutual_information, r.chance) for r in last]
-        means = {bits: np.mean(rows, 0).tolist() for bits, rows in self.found.items()}
+        means = {bits: np.mean(rows, 0).tolist() for bits, rows in self.rows.items()}
         return {"levels": [[bits, *means[bits]] for bits in self.levels], "probe": binned}
 
 
@@ -98,21 +98,21 @@ class Entropy(Watch):
 
     def __init__(self, model: nn.Module, steps: int) -> None:
         super().__init__(model, steps)
-        self.found: list[list[float]] = []
+        self.rows: list[list[float]] = []
 
     def before(self, step: int, loss: Loss) -> None:
         if step % self.every == 0:
-            gradients = [*self.own(loss).values()]
+            gradients = [*self.gradients(loss).values()]
             sizes = torch.tensor([float(len(g)) for g in gradients])
             row = []
             for bins in self.bins:
                 bits = torch.tensor([information.entropy(OPS, g, bins) for g in gradients])
                 row.append(float((bits * sizes).sum() / sizes.sum()))
-            self.found.append(row)
+            self.rows.append(row)
 
     def result(self) -> Any:
-        mine = torch.tensor(self.found, dtype=torch.float64).mean(0)
-        means = hvd.allreduce(mine, name="papers.entropy").tolist()
+        means_here = torch.tensor(self.rows, dtype=torch.float64).mean(0)
+        means = hvd.allreduce(means_here, name="papers.entropy").tolist()
         return [[bins, bits] for bins, bits in zip(self.bins, means)]
 
 
@@ -125,7 +125,7 @@ class Slices(Watch):
     the older half of them, and applied to the newer half.
     """
 
-    steps, most, ratio = 160, 1024, 8
+    steps, longest, ratio = 160, 1024, 8
     window, length = 60, 256
 
     def __init__(self, model: nn.Module, steps: int) -> None:
@@ -158,8 +158,10 @@ class Slices(Watch):
             filters, depth = self.weights[name].shape[:2]
             block, recorded = filters * depth, torch.stack(rows)
             lengths = {block * i // 4 for i in range(1, 17)} | {64 << i for i in range(6)}
-            room = min(self.most, recorded.shape[1] // 2, self.ratio * (len(rows) - 1))
-            curve = [[m, _loss(recorded, m, m // self.ratio)] for m in sorted(lengths) if m <= room]
+            limit = min(self.longest, recorded.shape[1] // 2, self.ratio * (len(rows) - 1))
+            curve = [
+                [m, _loss(recorded, m, m // self.ratio)] for m in sorted(lengths) if m <= limit
+            ]
             if curve and depth > 1:
                 shares = [
                     [m, energy(OPS, recorded[:, :m])[max(m // self.ratio, 1) - 1]] for m, _ in curve
@@ -170,7 +172,7 @@ class Slices(Watch):
         for looks in self.aging.values():
             for age, loss in aged(looks, self.window, self.ratio):
                 ages.setdefault(age, []).append(loss)
-        means = [[age, sum(found) / len(found)] for age, found in sorted(ages.items())]
+        means = [[age, sum(losses) / len(losses)] for age, losses in sorted(ages.items())]
         return {"slices": layers, "ages": means}
 
 

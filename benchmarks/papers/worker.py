@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import hvd_gradcomp.torch as hvd
-from benchmarks.papers.parts import Found, Scale
+from benchmarks.papers.parts import Measured, Scale
 from benchmarks.papers.registry import PARTS
 from benchmarks.papers.training import TASKS, run
 
@@ -29,12 +29,12 @@ def main() -> None:
     tasks: dict[tuple[str, float], Any] = {}
     for key, seed in job["runs"]:
         row = part.row(key)
-        kind, own = (row.task, row.length), row.at(scale)
+        kind, scaled = (row.task, row.length), row.at(scale)
         if kind not in tasks:
-            tasks[kind] = TASKS[row.task](folder, own)
-        result = run(row, own, seed, tasks[kind])
+            tasks[kind] = TASKS[row.task](folder, scaled)
+        result = run(row, scaled, seed, tasks[kind])
         if hvd.rank() == 0:
-            Found(part, Path(job["folder"])).add(row, scale, seed, result)
+            Measured(part, Path(job["folder"])).add(row, scale, seed, result)
             loss = "" if result["lost"] is None else f", {result['lost']:.2f} of the energy lost"
             print(
                 f"{part.name} {key} seed {seed}: {result['score']:.4g}, elements / "

@@ -9,9 +9,9 @@ carries over to other machines is how communication-bound a step is: the time th
 for the dense gradients, divided by the time of a step without any exchange. The rate of the links
 is set to make that 0.3, 1, 3, 10 and 30.
 
-1. `train`: with each way and seed, to the loss that uncompressed Horovod has after so many steps.
-   How many steps that takes does not depend on the link, since the same bits arrive at any rate.
-2. `time`: with each way and rate, some steps of the same training over the shaped link.
+1. `train`: with each method and seed, to the loss that uncompressed Horovod has after so many
+   steps. Their number does not depend on the link: the same bits arrive at any rate.
+2. `time`: with each method and rate, some steps of the same training over the shaped link.
 3. `whole`: whole trainings over the shaped link at one ratio, to check the product of the two.
 4. `advise`: what `hvd-gradcomp advise` recommends on each link, beside the best that was measured.
 
@@ -42,7 +42,7 @@ from rich.table import Table
 from benchmarks.papers import data
 from benchmarks.rig import Hosts, HostsError, JobError
 from benchmarks.worth import advised
-from benchmarks.worth.ways import LIMIT, MARK, SEPARATE, STOCK, TASKS, TIMED, Training
+from benchmarks.worth.methods import LIMIT, MARK, SEPARATE, STOCK, TASKS, TIMED, Training
 from hvd_gradcomp.cli import style
 
 matplotlib.use("Agg")
@@ -79,9 +79,9 @@ class Measured:
         return [r for r in self.all[part] if all(r.get(k) == v for k, v in which.items())]
 
     def add(self, part: str, row: dict[str, Any], **which: Any) -> None:
-        """Add a row, in the place of one that has the same way and the same `which`."""
+        """Add a row, in the place of one that has the same method and the same `which`."""
         row = {**which, **row}
-        same = {"way": row["way"], **which}
+        same = {"method": row["method"], **which}
         self.all[part] = [
             r for r in self.all[part] if any(r.get(k) != v for k, v in same.items())
         ] + [row]
@@ -100,8 +100,8 @@ class Measured:
     def advice(self, ratio: float) -> str:
         """Return what was recommended at a ratio, in words."""
         (row,) = self.rows("advise", ratio=ratio)
-        titles = {key: way.title for key, way in self.training.ways.items()}
-        text = f"at {ratio:g} advise says {titles[row['way']]}"
+        titles = {key: method.title for key, method in self.training.methods.items()}
+        text = f"at {ratio:g} advise says {titles[row['method']]}"
         if row["within"] is None:
             return f"{text}, which was not timed"
         return (
@@ -120,42 +120,42 @@ class Measured:
         seconds = ratio * self.all["compute_ms"] / 1e3
         return f"{8e-3 * self.link_bytes / seconds:.0f}kbit"
 
-    def steps(self, way: str) -> list[int | None]:
+    def steps(self, method: str) -> list[int | None]:
         """Return the steps to the target, by seed; None for never."""
-        return [row["steps"] for row in self.rows("train", way=way)]
+        return [row["steps"] for row in self.rows("train", method=method)]
 
-    def ms(self, way: str, ratio: float) -> float | None:
+    def ms(self, method: str, ratio: float) -> float | None:
         """Return the time of a step; None if it was not measured."""
-        rows = self.rows("time", way=way, ratio=ratio)
+        rows = self.rows("time", method=method, ratio=ratio)
         return rows[0]["ms"] if rows else None
 
-    def predicted_ms(self, way: str, rate: float) -> float:
+    def predicted_ms(self, method: str, rate: float) -> float:
         """Return the time of a step at a rate in bits a second, between those that were timed.
 
         Linear in the time of a dense exchange; beyond the fastest and the slowest link as there.
         """
         ratio = 8e3 * self.link_bytes / rate / self.all["compute_ms"]
-        rows = sorted(self.rows("time", way=way), key=lambda row: row["ratio"])
+        rows = sorted(self.rows("time", method=method), key=lambda row: row["ratio"])
         return float(np.interp(ratio, [r["ratio"] for r in rows], [r["ms"] for r in rows]))
 
-    def speed_ups(self, way: str, ratio: float) -> list[float]:
-        """Return how many times sooner than stock Horovod a way is at the target, by seed."""
-        ours, stock = self.ms(way, ratio), self.ms(STOCK, ratio)
+    def speed_ups(self, method: str, ratio: float) -> list[float]:
+        """Return how many times sooner than stock Horovod a method is at the target, by seed."""
+        ours, stock = self.ms(method, ratio), self.ms(STOCK, ratio)
         if ours is None or stock is None:
             return []
-        found = []
-        for row in self.rows("train", way=way):
-            base = self.rows("train", way=STOCK, seed=row["seed"])
+        speed_ups = []
+        for row in self.rows("train", method=method):
+            base = self.rows("train", method=STOCK, seed=row["seed"])
             if row["steps"] and base:
-                found.append(base[0]["steps"] * stock / (row["steps"] * ours))
-        return found
+                speed_ups.append(base[0]["steps"] * stock / (row["steps"] * ours))
+        return speed_ups
 
 
 def job(
     hosts: Hosts,
     task: str,
     mode: str,
-    ways: Sequence[str],
+    methods: Sequence[str],
     *,
     seed: int = 1,
     target: float | None = None,
@@ -166,18 +166,18 @@ def job(
 
     Args:
         hosts: where.
-        task: of `ways.TASKS`.
+        task: of `methods.TASKS`.
         mode: "train" or "time".
-        ways: keys of the task's; "" for no exchange.
+        methods: keys of the task's; "" for no exchange.
         seed, target: see the worker.
         folder_of_data: in the place of Debian's packages.
         timeout: seconds.
     """
-    given = {"task": task, "mode": mode, "ways": ways, "seed": seed, "target": target}
-    given["data"] = str(folder_of_data) if folder_of_data else None
+    job = {"task": task, "mode": mode, "methods": methods, "seed": seed, "target": target}
+    job["data"] = str(folder_of_data) if folder_of_data else None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "job.json")
-        path.write_text(json.dumps(given))
+        path.write_text(json.dumps(job))
         # The ranks of DistributedDataParallel find each other by this interface.
         env = {"GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         output = hosts.horovodrun([*WORKER, str(path)], env=env, timeout=timeout)
@@ -191,8 +191,10 @@ def results(output: str) -> Rows:
 
 
 def measure(measured: Measured, options: argparse.Namespace, console: Console) -> None:
-    ways = [key for key in measured.training.ways if not options.ways or key in options.ways]
-    ways = [STOCK, *(key for key in ways if key != STOCK)]
+    methods = [
+        key for key in measured.training.methods if not options.methods or key in options.methods
+    ]
+    methods = [STOCK, *(key for key in methods if key != STOCK)]
     how = {"folder_of_data": options.data, "timeout": options.timeout}
     with Hosts(options.hosts) as hosts:
         if measured.all["compute_ms"] is None:
@@ -206,36 +208,38 @@ def measure(measured: Measured, options: argparse.Namespace, console: Console) -
         )
         if "train" in options.parts:
             for seed in options.seeds:
-                _train(measured, hosts, options, console, ways, seed)
+                _train(measured, hosts, options, console, methods, seed)
         for ratio in options.ratios if "time" in options.parts else ():
-            known = {row["way"] for row in measured.rows("time", ratio=ratio)}
-            left = [way for way in ways if options.again or way not in known]
+            known = {row["method"] for row in measured.rows("time", ratio=ratio)}
+            left = [method for method in methods if options.again or method not in known]
             hosts.set_rate(measured.rate(ratio))
-            seconds = sum(_seconds(measured, way, ratio) for way in left)
+            seconds = sum(_seconds(measured, method, ratio) for method in left)
             console.print(
                 f"link of {measured.rate(ratio)}: dense exchanges take {ratio:g} times a step; "
-                f"{len(left)} ways, about {seconds / 60:.0f} minutes"
+                f"{len(left)} methods, about {seconds / 60:.0f} minutes"
             )
             for row in job(hosts, options.task, "time", left, **how) if left else ():
                 measured.add("time", row, ratio=ratio)
-                console.print(f"  {row['way']}: {row['ms']:.1f} ms a step")
+                console.print(f"  {row['method']}: {row['ms']:.1f} ms a step")
         for ratio in options.ratios if "advise" in options.parts else ():
             hosts.set_rate(measured.rate(ratio))
-            said = advised.advice(hosts, options.data, options.timeout)
-            sooner = {way: measured.speed_ups(way, ratio) for way in measured.training.ways}
-            measured.advised(advised.compared(said, sooner), ratio)
+            advice = advised.advice(hosts, options.data, options.timeout)
+            sooner = {
+                method: measured.speed_ups(method, ratio) for method in measured.training.methods
+            }
+            measured.advised(advised.compared(advice, sooner), ratio)
             console.print(measured.advice(ratio))
         if "whole" in options.parts:
             hosts.set_rate(measured.rate(CHECKED))
-            for way in options.whole:
-                if options.again or not measured.rows("whole", way=way):
-                    base = measured.rows("train", way=STOCK, seed=1)
-                    if not base and way != STOCK:
+            for method in options.whole:
+                if options.again or not measured.rows("whole", method=method):
+                    base = measured.rows("train", method=STOCK, seed=1)
+                    if not base and method != STOCK:
                         raise SystemExit("`whole` needs the target of seed 1: --parts train whole")
-                    given = None if way == STOCK else base[0]["target"]
-                    for row in job(hosts, options.task, "train", [way], target=given, **how):
+                    target = None if method == STOCK else base[0]["target"]
+                    for row in job(hosts, options.task, "train", [method], target=target, **how):
                         measured.add("whole", row, ratio=CHECKED)
-                        console.print(f"  {way}, whole: {row['seconds']:.0f} s")
+                        console.print(f"  {method}, whole: {row['seconds']:.0f} s")
 
 
 def _train(
@@ -243,57 +247,59 @@ def _train(
     hosts: Hosts,
     options: argparse.Namespace,
     console: Console,
-    ways: Sequence[str],
+    methods: Sequence[str],
     seed: int,
 ) -> None:
-    """Train to the target with each way that is not known; stock Horovod sets the target."""
-    known = {row["way"] for row in measured.rows("train", seed=seed)}
-    left = [way for way in ways if options.again or way not in known]
+    """Train to the target with each method that is not known; stock Horovod sets the target."""
+    known = {row["method"] for row in measured.rows("train", seed=seed)}
+    left = [method for method in methods if options.again or method not in known]
     how = {"folder_of_data": options.data, "timeout": options.timeout}
-    most = sum(measured.training.goal * (LIMIT if way != STOCK else 1) for way in left)
-    minutes = most * measured.all["compute_ms"] / 6e4
+    steps_at_most = sum(
+        measured.training.goal * (LIMIT if method != STOCK else 1) for method in left
+    )
+    minutes = steps_at_most * measured.all["compute_ms"] / 6e4
     if left:
-        console.print(f"seed {seed}: {len(left)} ways to train, at most {minutes:.0f} minutes")
-    for way in left:
-        base = measured.rows("train", way=STOCK, seed=seed)
-        target = base[0]["target"] if base and way != STOCK else None
-        for row in job(hosts, options.task, "train", [way], seed=seed, target=target, **how):
+        console.print(f"seed {seed}: {len(left)} methods to train, at most {minutes:.0f} minutes")
+    for method in left:
+        base = measured.rows("train", method=STOCK, seed=seed)
+        target = base[0]["target"] if base and method != STOCK else None
+        for row in job(hosts, options.task, "train", [method], seed=seed, target=target, **how):
             measured.add("train", row, seed=seed)
-            console.print(f"  {way}: {row['steps'] or 'never'}, {row['seconds']:.0f} s")
+            console.print(f"  {method}: {row['steps'] or 'never'}, {row['seconds']:.0f} s")
 
 
-def _seconds(measured: Measured, way: str, ratio: float) -> float:
-    """Estimate how long it takes to time a way: computation, link, and the start of ranks."""
-    rows = measured.rows("train", way=way)
+def _seconds(measured: Measured, method: str, ratio: float) -> float:
+    """Estimate how long it takes to time a method: computation, link, and the start of ranks."""
+    rows = measured.rows("train", method=method)
     share = rows[0]["bytes_a_step"] / (4 * measured.all["parameters"]) if rows else 1.0
-    steps = measured.training.ways[way].lead + TIMED
+    steps = measured.training.methods[method].lead + TIMED
     return 2 + steps * measured.all["compute_ms"] / 1e3 * (1.2 + ratio * share)
 
 
 def table(measured: Measured) -> Table:
-    """Return times faster to the target than stock Horovod, by way and ratio."""
+    """Return times faster to the target than stock Horovod, by method and ratio."""
     ratios = sorted({row["ratio"] for row in measured.all["time"]})
-    found = Table(title=f"{measured.training.title}: times sooner", box=box.MARKDOWN)
-    heads = ("way", "bytes / a step", "steps to the target")
+    shown = Table(title=f"{measured.training.title}: times sooner", box=box.MARKDOWN)
+    heads = ("method", "bytes / a step", "steps to the target")
     for head in (*heads, *(f"{ratio:g}" for ratio in ratios)):
-        found.add_column(head, justify="left" if head == "way" else "right")
-    for key, way in measured.training.ways.items():
-        rows = measured.rows("train", way=key)
+        shown.add_column(head, justify="left" if head == "method" else "right")
+    for key, method in measured.training.methods.items():
+        rows = measured.rows("train", method=key)
         if not rows:
             continue
         fewer = statistics.median(4 * r["parameters"] / r["bytes_a_step"] for r in rows)
         steps = "/".join(str(s or "never") for s in measured.steps(key))
         cells = [cell(measured, key, ratio) for ratio in ratios]
-        found.add_row(way.title, f"{fewer:,.1f}", steps, *cells)
-    return found
+        shown.add_row(method.title, f"{fewer:,.1f}", steps, *cells)
+    return shown
 
 
-def cell(measured: Measured, way: str, ratio: float) -> str:
+def cell(measured: Measured, method: str, ratio: float) -> str:
     """Return times sooner at the target, and the time of a step; empty if it was not timed."""
-    ms, found = measured.ms(way, ratio), measured.speed_ups(way, ratio)
+    ms, speed_ups = measured.ms(method, ratio), measured.speed_ups(method, ratio)
     if ms is None:
         return ""
-    times = f"{statistics.median(found):.2f}" if found else "never"
+    times = f"{statistics.median(speed_ups):.2f}" if speed_ups else "never"
     return f"{times} ({ms:,.0f} ms)"
 
 
@@ -304,19 +310,19 @@ def draw(measured: Measured, path: Path) -> None:
         figure, axes = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
         keys = [
             key
-            for key in measured.training.ways
+            for key in measured.training.methods
             if key != STOCK and any(measured.speed_ups(key, ratio) for ratio in ratios)
         ]
         for look, key in zip(style.lines(len(keys)), keys):
             points = [(r, measured.speed_ups(key, r)) for r in ratios]
-            points = [(r, found) for r, found in points if found]
-            middle = [statistics.median(found) for _, found in points]
+            points = [(r, speed_ups) for r, speed_ups in points if speed_ups]
+            middle = [statistics.median(speed_ups) for _, speed_ups in points]
             spread = (
-                [m - min(found) for m, (_, found) in zip(middle, points)],
-                [max(found) - m for m, (_, found) in zip(middle, points)],
+                [m - min(speed_ups) for m, (_, speed_ups) in zip(middle, points)],
+                [max(speed_ups) - m for m, (_, speed_ups) in zip(middle, points)],
             )
             where = [r for r, _ in points]
-            label = measured.training.ways[key].title
+            label = measured.training.methods[key].title
             axes.errorbar(where, middle, yerr=spread, label=label, markersize=4, **look)
         axes.axhline(1.0, color=style.INK, linewidth=1.5)
         axes.set_xscale("log")
@@ -338,7 +344,7 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--ways", nargs="+", default=[], metavar="KEY", help="and stock Horovod")
+    parser.add_argument("--methods", nargs="+", default=[], metavar="KEY", help="and stock Horovod")
     parser.add_argument("--parts", nargs="+", choices=("train", "time", "whole", "advise"))
     parser.add_argument("--whole", nargs="+", default=[STOCK, "bf16", "hook", "sparse-5"])
     parser.add_argument("--again", action="store_true", help="also what is there")
@@ -347,8 +353,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("results/worth"))
     parser.add_argument("--show", type=Path, metavar="JSON", help="measures nothing")
     options = parser.parse_args()
-    if unknown := {*options.ways, *options.whole} - {*TASKS[options.task].ways}:
-        parser.error(f"no ways of {options.task}: {', '.join(sorted(unknown))}")
+    if unknown := {*options.methods, *options.whole} - {*TASKS[options.task].methods}:
+        parser.error(f"no methods of {options.task}: {', '.join(sorted(unknown))}")
     options.parts = options.parts or ("train", "time", "whole")
     console = Console(width=200)
     if options.show:

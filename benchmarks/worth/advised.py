@@ -15,13 +15,13 @@ import hvd_gradcomp
 from benchmarks.papers.parts import Scale
 from benchmarks.papers.training import TASKS as DATA
 from benchmarks.rig import Hosts
-from benchmarks.worth.ways import COMMON, STOCK, TASKS
+from benchmarks.worth.methods import COMMON, STOCK, TASKS
 from hvd_gradcomp.planning.description import brief
 
 FOLDER = "WORTH_DATA"  # environment variable: a folder in the place of Debian's packages
 COMMAND = ["python", "-m", "hvd_gradcomp", "advise", "--rounds", "9"]
 MODEL = "benchmarks.worth.advised:transformer"
-COMPARED = ("bf16", "int8", "qsgd", "power", "chunked", "denser-5")  # ways whose compressors
+COMPARED = ("bf16", "int8", "qsgd", "power", "chunked", "denser-5")  # methods whose compressors
 
 
 def transformer() -> tuple[torch.nn.Module, Any, torch.optim.Optimizer]:
@@ -43,7 +43,7 @@ def advice(hosts: Hosts, folder: Path | None, timeout: float) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "advice.json")
-        chosen = [f"--compression={COMMON[way].compressor}" for way in COMPARED]
+        chosen = [f"--compression={COMMON[method].compressor}" for method in COMPARED]
         command = [*COMMAND, "--model", MODEL, "--json", str(path), *chosen]
         env = {FOLDER: str(folder)} if folder else {}
         env |= {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
@@ -51,41 +51,43 @@ def advice(hosts: Hosts, folder: Path | None, timeout: float) -> dict[str, Any]:
         return dict(json.loads(path.read_text()))
 
 
-def way_of(said: dict[str, Any]) -> str:
-    """Return the key of the way that was recommended; stock Horovod for none.
+def method_of(advice: dict[str, Any]) -> str:
+    """Return the key of the method that was recommended; stock Horovod for none.
 
     Raises:
-        ValueError: no way of `make worth` is like it.
+        ValueError: no method of `make worth` is like it.
     """
-    local = said["local_steps"]
-    if local is None and said["use"] is None:
+    local = advice["local_steps"]
+    if local is None and advice["use"] is None:
         return STOCK
-    use = said["use"] if local is None else local["use"]
-    for key, way in COMMON.items():
-        alike = brief(eval(way.compressor.format(momentum=0.0), vars(hvd_gradcomp))) == use
+    use = advice["use"] if local is None else local["use"]
+    for key, method in COMMON.items():
+        alike = brief(eval(method.compressor.format(momentum=0.0), vars(hvd_gradcomp))) == use
         every = f"every={local['every']}, outer" if local else ""
-        if alike and not way.library and way.local.partition("=OuterSGD")[0] == every:
+        if alike and not method.library and method.local.partition("=OuterSGD")[0] == every:
             return key
-    raise ValueError(f"no way of make worth is like what advise says: {use}, {local}")
+    raise ValueError(f"no method of make worth is like what advise says: {use}, {local}")
 
 
-def compared(said: dict[str, Any], sooner: dict[str, list[float]]) -> dict[str, Any]:
+def compared(advice: dict[str, Any], sooner: dict[str, list[float]]) -> dict[str, Any]:
     """Return what was recommended, and how far it is from the best that was measured.
 
     Args:
         said: by `advise`.
-        sooner: times sooner at the target by way, for each seed; of ways that were timed.
+        sooner: times sooner at the target by method, for each seed; of methods that were timed.
     """
-    middle = {way: statistics.median(found) for way, found in sooner.items() if found}
-    way, best = way_of(said), max(middle, key=lambda key: middle[key])
-    local = said["local_steps"]
+    middle = {
+        method: statistics.median(speed_ups) for method, speed_ups in sooner.items() if speed_ups
+    }
+    method, best = method_of(advice), max(middle, key=lambda key: middle[key])
+    local = advice["local_steps"]
     return {
-        "way": way,
+        "method": method,
         "expected": local["sooner"] if local else None,
-        "sooner": middle.get(way),
+        "sooner": middle.get(method),
         "best": best,
         "best_sooner": middle[best],
-        "within": middle[best] / middle[way] if way in middle else None,
-        "forward_backward_ms": said["forward_ms"] + said["backward_ms"],
-        "bandwidth": said["bandwidth"],
+        "within": middle[best] / middle[method] if method in middle else None,
+        "forward_backward_ms": advice["forward_ms"] + advice["backward_ms"],
+        "bandwidth": advice["bandwidth"],
     }

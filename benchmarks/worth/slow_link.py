@@ -17,7 +17,7 @@ SLOW, LINK = ("stock", "bf16", "hook", "local-int8", "denser-5"), "100mbit"
 
 
 def timed_here(known: worth.Measured) -> dict[str, float]:
-    """Time a step over the slow link, ms by way; empty where there are no hosts, or no text."""
+    """Time a step over the slow link, ms by method; empty where there are no hosts, or no text."""
     if refusal() is not None or shutil.which("bible") is None:
         return {}
     try:
@@ -26,7 +26,7 @@ def timed_here(known: worth.Measured) -> dict[str, float]:
     except (HostsError, JobError) as error:
         print(f"A step over the slow link cannot be timed here. {error}", file=sys.stderr)
         return {}
-    return {row["way"]: row["ms"] for row in rows}
+    return {row["method"]: row["ms"] for row in rows}
 
 
 def training(path: Path) -> Table:
@@ -42,16 +42,16 @@ def training(path: Path) -> Table:
     known = worth.Measured(path, worth.TASKS[kept["task"]], kept["hosts"])
     step = timed_here(known)
     how = "measured here, now" if step else "predicted from docs/measured"
-    step = step or {way: known.predicted_ms(way, bits_per_second(LINK)) for way in SLOW}
+    step = step or {method: known.predicted_ms(method, bits_per_second(LINK)) for method in SLOW}
     title = f"A transformer to one loss, {known.all['hosts']} hosts at 100 Mb/s: {how}"
     shown = Table(title=title)
     for head in ("method", "ms/step", "steps", "minutes", "times sooner"):
         shown.add_column(head, justify="left" if head == "method" else "right")
     minutes = {}
-    for way in SLOW:
-        steps = statistics.median(steps for steps in known.steps(way) if steps)
-        minutes[way] = step[way] * steps / 6e4
-        cells = f"{step[way]:,.0f}", f"{steps:.0f}", f"{minutes[way]:.1f}"
-        times = minutes[SLOW[0]] / minutes[way]
-        shown.add_row(known.training.ways[way].title, *cells, f"{times:.1f}")
+    for method in SLOW:
+        steps = statistics.median(steps for steps in known.steps(method) if steps)
+        minutes[method] = step[method] * steps / 6e4
+        cells = f"{step[method]:,.0f}", f"{steps:.0f}", f"{minutes[method]:.1f}"
+        times = minutes[SLOW[0]] / minutes[method]
+        shown.add_row(known.training.methods[method].title, *cells, f"{times:.1f}")
     return shown

@@ -1,4 +1,4 @@
-"""Worker of `make worth`: trains in each way of a job; rank 0 prints a line of JSON for each.
+"""Worker of `make worth`: trains with each method of a job; rank 0 prints a line of JSON for each.
 
 horovodrun --gloo -np 2 python -m benchmarks.worth.worker JOB.json
 """
@@ -27,23 +27,23 @@ from benchmarks.papers.hook import PowerSGDHook, connect
 from benchmarks.papers.parts import Scale
 from benchmarks.papers.training import TASKS as DATA
 from benchmarks.papers.training import Loss
-from benchmarks.worth.ways import LIMIT, LOOK, MARK, SEPARATE, TASKS, TIMED, Training, Way
+from benchmarks.worth.methods import LIMIT, LOOK, MARK, SEPARATE, TASKS, TIMED, Method, Training
 
 
 class Run:
-    """One training in one way.
+    """One training with one method.
 
     Args:
         training: what is trained.
-        way: how ranks exchange; None for not at all.
+        method: how ranks exchange; None for not at all.
         data: of the task.
         seed: of the model and the batches.
     """
 
-    def __init__(self, training: Training, way: Way | None, data: Any, seed: int) -> None:
+    def __init__(self, training: Training, method: Method | None, data: Any, seed: int) -> None:
         torch.manual_seed(seed)
         self.model: nn.Module = data.model()
-        self._data, self._seed, self._way = data, seed, way
+        self._data, self._seed, self._method = data, seed, method
         self.forward: nn.Module = self.model
         parameters, decay = self.model.parameters(), data.decay
         plain: torch.optim.Optimizer
@@ -55,25 +55,25 @@ class Run:
         self.optimizer: Any = plain
         self._hook: PowerSGDHook | None = None
         self._bytes: Callable[[], int] = lambda: 0
-        if way is not None:
-            self._exchange(way, plain, 0.0 if training.optimizer == "adamw" else 0.9)
+        if method is not None:
+            self._exchange(method, plain, 0.0 if training.optimizer == "adamw" else 0.9)
         self._losses = self._batches()
 
-    def _exchange(self, way: Way, plain: torch.optim.Optimizer, momentum: float) -> None:
+    def _exchange(self, method: Method, plain: torch.optim.Optimizer, momentum: float) -> None:
         named = self.model.named_parameters()
-        compressor = eval(way.compressor.format(momentum=momentum), vars(hvd_gradcomp))
-        if way.hook_rank:
-            self._hook = PowerSGDHook(self.model, way.hook_rank)
+        compressor = eval(method.compressor.format(momentum=momentum), vars(hvd_gradcomp))
+        if method.hook_rank:
+            self._hook = PowerSGDHook(self.model, method.hook_rank)
             self.forward = self._hook.model
             self._bytes = lambda: self._hook.stats().bytes_sent if self._hook else 0
-        elif way.library == "ddp":
+        elif method.library == "ddp":
             connect()
             self.forward = DistributedDataParallel(self.model)
-        elif way.library == "horovod":
+        elif method.library == "horovod":
             self.optimizer = horovod.DistributedOptimizer(plain, named)
         else:
-            if way.local:
-                how = eval(f"dict({way.local})", vars(hvd_gradcomp))
+            if method.local:
+                how = eval(f"dict({method.local})", vars(hvd_gradcomp))
                 self.optimizer = hvd.LocalSteps(plain, named, compression=compressor, **how)
             else:
                 self.optimizer = hvd.DistributedOptimizer(plain, named, compression=compressor)
@@ -88,7 +88,7 @@ class Run:
         loss = next(self._losses)
         self.optimizer.zero_grad()
         loss().backward()
-        stock = self._way is not None and self._way.library == "horovod"
+        stock = self._method is not None and self._method.library == "horovod"
         if stock:
             self.optimizer.synchronize()
         if self._data.clip is not None:
@@ -130,8 +130,8 @@ def train(run: Run, goal: int, target: float | None, limit: int) -> dict[str, An
             break
     if target is None:
         reached, target = step, looks[-1][1]
-    found = {"steps": reached, "target": target, "looks": looks, "seconds": seconds}
-    return {**found, "bytes_a_step": run.bytes_of(step)}
+    result = {"steps": reached, "target": target, "looks": looks, "seconds": seconds}
+    return {**result, "bytes_a_step": run.bytes_of(step)}
 
 
 def timed(run: Run, lead: int, steps: int) -> dict[str, Any]:
@@ -158,20 +158,20 @@ def main() -> None:
     training, seed = TASKS[job["task"]], job["seed"]
     data = DATA[training.task](Path(job["data"]) if job["data"] else None, Scale(6400, 4))
     target = job["target"]
-    for key in job["ways"]:
-        way = training.ways[key] if key else None
-        run = Run(training, way, data, seed)
+    for key in job["methods"]:
+        method = training.methods[key] if key else None
+        run = Run(training, method, data, seed)
         if job["mode"] == "train":
             goal = job.get("goal", training.goal)
-            found = train(run, goal, target, LIMIT * goal)
-            target = found["target"]
+            measured = train(run, goal, target, LIMIT * goal)
+            target = measured["target"]
         else:
-            lead, steps = (5, SEPARATE) if way is None else (way.lead, TIMED)
-            found = timed(run, lead, job.get("timed", steps))
-        found["parameters"] = sum(p.numel() for p in run.model.parameters())
+            lead, steps = (5, SEPARATE) if method is None else (method.lead, TIMED)
+            measured = timed(run, lead, job.get("timed", steps))
+        measured["parameters"] = sum(p.numel() for p in run.model.parameters())
         run.close()
         if hvd.rank() == 0:
-            result = {"way": key, "seed": seed, **found}
+            result = {"method": key, "seed": seed, **measured}
             print(MARK + json.dumps(result), flush=True)
     hvd.shutdown()
 

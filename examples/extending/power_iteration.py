@@ -56,28 +56,30 @@ class PowerIterationCompressor(Handover):
         del extra
         layout = context.layout
         finite, gradient = patterns.check_storable(ops, gradient)
-        there = ops.accumulate(gradient, state.r)
+        accumulated = ops.accumulate(gradient, state.r)
         shapes = self.matrices(layout)
-        matrices = cut(ops, there, [(rows, columns) for rows, columns, _ in shapes])
+        matrices = cut(ops, accumulated, [(rows, columns) for rows, columns, _ in shapes])
 
         q = cut(ops, state.q, [(columns, rank) for _, columns, rank in shapes])
-        own = flat(ops, [ops.matmul(m, x) for m, x in zip(matrices, q)])
-        own = ops.concat((own, patterns.poison(ops, finite)))
-        total = yield Allreduce(own, context.prescale, context.postscale)
+        summand = flat(ops, [ops.matmul(m, x) for m, x in zip(matrices, q)])
+        summand = ops.concat((summand, patterns.poison(ops, finite)))
+        total = yield Allreduce(summand, context.prescale, context.postscale)
         total = patterns.strip_poison(ops, total)  # raises on all ranks, and the state is as it was
         p = cut(ops, total, [(rows, rank) for rows, _, rank in shapes])
         p = [ops.orthogonalize(x) for x in p]
 
-        own = flat(ops, [ops.matmul(turned(ops, m), x) for m, x in zip(matrices, p)])
-        total = yield Allreduce(own, context.prescale, context.postscale)
+        summand = flat(ops, [ops.matmul(turned(ops, m), x) for m, x in zip(matrices, p)])
+        total = yield Allreduce(summand, context.prescale, context.postscale)
         total = patterns.check_sum(ops, total)
 
         def product(factor):
             q = cut(ops, factor, [(columns, rank) for _, columns, rank in shapes])
             return flat(ops, [ops.matmul(x, turned(ops, y)) for x, y in zip(p, q)])
 
-        r = ops.overwrite(state.r, there - product(own))
-        return ops.overwrite(there, product(total)), Iteration(r, ops.overwrite(state.q, total))
+        r = ops.overwrite(state.r, accumulated - product(summand))
+        return ops.overwrite(accumulated, product(total)), Iteration(
+            r, ops.overwrite(state.q, total)
+        )
 
     def matrices(self, layout):
         """(rows, columns, rank) of each layer."""
@@ -103,11 +105,11 @@ class PowerIterationCompressor(Handover):
 
 def cut(ops, x, shapes):
     """A vector as matrices, one after another."""
-    found, start = [], 0
+    matrices, start = [], 0
     for shape in shapes:
-        found.append(ops.reshape(x[start : start + prod(shape)], shape))
+        matrices.append(ops.reshape(x[start : start + prod(shape)], shape))
         start += prod(shape)
-    return found
+    return matrices
 
 
 def flat(ops, matrices):

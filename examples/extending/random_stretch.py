@@ -51,12 +51,12 @@ class RandomStretchCompressor(Handover):
     def aggregate(self, ops, context, gradient, state, **extra):
         del extra
         finite, gradient = patterns.check_storable(ops, gradient)
-        there = ops.accumulate(gradient, state.r)
+        accumulated = ops.accumulate(gradient, state.r)
         index = self.places(ops, context)
-        sent = ops.concat((ops.gather(there, index), patterns.poison(ops, finite)))
+        sent = ops.concat((ops.gather(accumulated, index), patterns.poison(ops, finite)))
         total = yield Allreduce(sent, context.prescale, context.postscale)
         total = patterns.strip_poison(ops, total)  # raises on all ranks, and the state is as it was
-        kept = ops.put(there, index, 0.0)
+        kept = ops.put(accumulated, index, 0.0)
         r = ops.overwrite(state.r, kept)
         return ops.put(ops.clear(kept), index, total), Kept(r)
 

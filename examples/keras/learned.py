@@ -95,8 +95,8 @@ def run(data: Any, name: str, options: argparse.Namespace, seed: int) -> dict[st
     )
     score = 100 * model.evaluate(test_x, test_y, verbose=0, return_dict=True)["accuracy"]
     span = noting.last - noting.previous
-    mine = tf.constant([span.bytes_sent / span.steps], tf.float64)
-    ranks = np.asarray(hvd.allgather(mine, "learned.bytes")).tolist()
+    bytes_a_step = tf.constant([span.bytes_sent / span.steps], tf.float64)
+    ranks = np.asarray(hvd.allgather(bytes_a_step, "learned.bytes")).tolist()
     return learned.row(name, seed, score, ranks, noting.curves)
 
 

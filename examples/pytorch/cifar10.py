@@ -90,8 +90,8 @@ def main() -> None:
     for epoch in range(options.epochs):
         generator = torch.Generator().manual_seed(options.seed + epoch)  # the same on all ranks
         order = torch.randperm(len(train_y), generator=generator)
-        mine = order[hvd.rank() :: hvd.size()][: batches * options.batch_size]
-        pieces = mine.split(options.batch_size)
+        indices = order[hvd.rank() :: hvd.size()][: batches * options.batch_size]
+        pieces = indices.split(options.batch_size)
         for batch in track(pieces, f"epoch {epoch + 1}") if hvd.rank() == 0 else pieces:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(train_x[batch]), train_y[batch]).backward()

@@ -100,8 +100,8 @@ def run(data: Any, name: str, options: argparse.Namespace, seed: int) -> dict[st
             for x, y in zip(test_x.split(500), test_y.split(500))
         )
     span = last - previous
-    mine = torch.tensor([span.bytes_sent / span.steps], dtype=torch.float64)
-    ranks = hvd.allgather(mine, "learned.bytes").tolist()
+    bytes_a_step = torch.tensor([span.bytes_sent / span.steps], dtype=torch.float64)
+    ranks = hvd.allgather(bytes_a_step, "learned.bytes").tolist()
     return learned.row(name, seed, 100 * right / len(test_y), ranks, curves)
 
 

@@ -360,7 +360,10 @@ class ChunkedTopKCompressor(Clipping, Handover):
     def commit(
         self, ops: Ops, kept: Tensor, there: Tensor, index: Tensor, sent: Tensor
     ) -> Residual:
-        """Return what was there without what was sent. Donating for kept, which may be there."""
+        """Return the residual: the accumulated gradient minus the sent values.
+
+        `kept` is donated, and may be the accumulated gradient.
+        """
         less = ops.constants((-1.0,))
         return Residual(ops.add_in_rows(there, kept, self.chunk, [index], [sent], less))
 

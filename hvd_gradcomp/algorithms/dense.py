@@ -25,11 +25,11 @@ class NoneCompressor(LinearCompressor):
     compresses = False
     native_dtypes = frozenset({"float16", "float32", "float64"})
 
-    def encode(self, ops: Ops, gradient: Tensor) -> Tensor:
+    def to_code(self, ops: Ops, gradient: Tensor) -> Tensor:
         del ops
         return gradient
 
-    def decode(self, ops: Ops, layout: Layout, code: Tensor) -> Tensor:
+    def from_code(self, ops: Ops, layout: Layout, code: Tensor) -> Tensor:
         del ops, layout
         return code
 
@@ -49,10 +49,10 @@ class FP16Compressor(LinearCompressor):
     itemsize = 2
     native_dtypes = frozenset({"float16", "float32", "float64"})
 
-    def encode(self, ops: Ops, gradient: Tensor) -> Tensor:
+    def to_code(self, ops: Ops, gradient: Tensor) -> Tensor:
         return ops.cast(gradient, "float16")
 
-    def decode(self, ops: Ops, layout: Layout, code: Tensor) -> Tensor:
+    def from_code(self, ops: Ops, layout: Layout, code: Tensor) -> Tensor:
         return ops.cast(code, layout.dtype)
 
 

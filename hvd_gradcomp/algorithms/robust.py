@@ -181,8 +181,8 @@ def _gathered(
     inner: NoneCompressor | FP16Compressor, ops: Ops, context: Context, gradient: Tensor
 ) -> Program:
     """Return the program of a linear compressor that gathers instead of summing."""
-    codes = yield Allgather(inner.encode(ops, gradient))
-    row = inner.decode(ops, context.layout, ops.reshape(codes, (context.layout.size,)))
+    codes = yield Allgather(inner.to_code(ops, gradient))
+    row = inner.from_code(ops, context.layout, ops.reshape(codes, (context.layout.size,)))
     return row, ()
 
 

@@ -51,14 +51,14 @@ class _Commands(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except Exception as error:
-            own = _own(error.__traceback__)
-            if own is None:
+            user_frames = _user_frames(error.__traceback__)
+            if user_frames is None:
                 raise
-            traceback.print_exception(type(error), error, own)
+            traceback.print_exception(type(error), error, user_frames)
             ctx.exit(1)
 
 
-def _own(frames: TracebackType | None) -> TracebackType | None:
+def _user_frames(frames: TracebackType | None) -> TracebackType | None:
     """Return the traceback from the first frame of user code; None if there is none."""
     folders = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
     # Click may be installed in another environment or system-wide.

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.cli import advised, launching, options, output
-from hvd_gradcomp.cli.advised import EVERY, HOSTS
+from hvd_gradcomp.cli import advise_report, launching, options, output
+from hvd_gradcomp.cli.advise_report import EVERY, HOSTS, Row
 from hvd_gradcomp.cli.bench import DENSE, about, warm_up_rounds
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
@@ -22,8 +22,8 @@ from hvd_gradcomp.core.cost_model import Bucket, Dense, Link, Way
 from hvd_gradcomp.core.handover import takes_momentum
 from hvd_gradcomp.monitoring.probe import Reading
 from hvd_gradcomp.planning.description import brief
-from hvd_gradcomp.tuning import advice, fewer_exchanges
-from hvd_gradcomp.tuning.advice import Case, Span, Verdict
+from hvd_gradcomp.tuning import fewer_exchanges, recommend
+from hvd_gradcomp.tuning.recommend import Case, Span, Verdict
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +41,8 @@ ANCHORS = (2, 4, 16)  # numbers of ranks to measure the work for, to interpolate
 @click.option(
     "-r",
     "--rounds",
-    type=click.IntRange(advice.ROUNDS),
-    default=advice.ROUNDS,
+    type=click.IntRange(recommend.ROUNDS),
+    default=recommend.ROUNDS,
     show_default=True,
     help="Rounds of each method; more narrow the intervals.",
 )
@@ -181,22 +181,22 @@ def command(
     )
     pass_ = _middle(everybody, len(gradients.layers))
     sizes = [4.0 * math.prod(shape) for _, shape in gradients.layers]
-    ways: list[tuple[Found, list[float]]] = []
+    results: list[tuple[MethodResult, list[float]]] = []
     with Progress(len(_suited(compressors, trained_with)) + 2, first) as progress:
         size = counted(gradients.elements, "element")
         progress.say(f"{model_name}: {size}, {counted(ranks, 'rank')}")
         compressors = _suited(compressors, trained_with, progress.say)
         progress.begin("the link")
         if bandwidth is None:
-            found = link(rounds=rounds, latency=1e-6 * latency)
+            measured_link = link(rounds=rounds, latency=1e-6 * latency)
         else:
-            found = Link.of(1e6 * bandwidth, max(ranks, 2), 1e-6 * latency)
+            measured_link = Link.of(1e6 * bandwidth, max(ranks, 2), 1e-6 * latency)
         progress.end()
         plain = measure(DenseExchange(), gradients, (rounds + 1) // 2, 1) if measures else None
         for compressor in compressors:
             progress.begin(brief(compressor))
             try:
-                way = _way(compressor, gradients, found.ranks, rounds, pass_)
+                result = _measure_method(compressor, gradients, measured_link.ranks, rounds, pass_)
             except UnmeasurableError as error:
                 progress.say(f"left out: {error}")
             else:
@@ -205,50 +205,60 @@ def command(
                     exchange = CompressedExchange(compressor, gradients.layers, gradients)
                     row = measure(exchange, gradients, rounds, warm_up_rounds(compressor))
                     times = [one.total for one in row.times]
-                ways.append((way, times))
+                results.append((result, times))
             progress.end()
         progress.begin(DENSE)
         if plain is not None:  # half of them at the end, so that drift shows in their spread
             plain.times += measure(DenseExchange(), gradients, rounds // 2).times
         progress.end()
     if first:
-        dense = Found(Dense(DENSE, list(zip(pass_.ready, sizes))), NoneCompressor(), 1.0, 1.0)
+        dense = MethodResult(
+            Dense(DENSE, list(zip(pass_.ready, sizes))), NoneCompressor(), 1.0, 1.0
+        )
         times = [one.total for one in plain.times] if plain else []
         content = {
             **about(horovod, model_name),
             "forward_ms": 1e3 * pass_.forward,
             "backward_ms": 1e3 * pass_.seconds,
-            "bandwidth": found.bandwidth,
-            "link": {"ranks": found.ranks, "latency": found.latency, "curves": found.curves},
+            "bandwidth": measured_link.bandwidth,
+            "link": {
+                "ranks": measured_link.ranks,
+                "latency": measured_link.latency,
+                "curves": measured_link.curves,
+            },
             "probes": probed,
             "moments": gradients.moments,
             "optimizer": None if trained_with is None else type(trained_with).__name__,
             "for_hosts": for_hosts,
         }
-        everything = [(dense, times), *ways]
+        everything = [(dense, times), *results]
         gentle = not (trained_with is None or isinstance(trained_with, torch.optim.SGD))
-        rows, verdict = _advice(everything, found, pass_, for_hosts or found.ranks, gentle)
-        local = _local_steps([one.compressor for one, _ in everything], rows, pass_)
-        content |= {"rows": rows, **_said(rows, verdict), "local_steps": local}
-        content["takes_over"] = trained_with is None and any(
-            one.way.name == content["use"] and takes_momentum(one.compressor) for one, _ in ways
+        rows, verdict = _advice(
+            everything, measured_link, pass_, for_hosts or measured_link.ranks, gentle
         )
-        output.report(json_path, content, advised.text(content, verdict))
+        local = _local_steps([one.compressor for one, _ in everything], rows, pass_)
+        content |= {"rows": [row._asdict() for row in rows], **_verdict_json(rows, verdict)}
+        content["local_steps"] = local
+        content["takes_over"] = trained_with is None and any(
+            one.costs.name == content["use"] and takes_momentum(one.compressor)
+            for one, _ in results
+        )
+        output.report(json_path, content, advise_report.text(content, rows, verdict))
         if png_path is not None:
-            advised.draw(png_path, content)
+            advise_report.draw(png_path, content, rows)
     horovod.shutdown()
 
 
-class Found(NamedTuple):
+class MethodResult(NamedTuple):
     """Measurement of one compressor's work.
 
     Attributes:
-        way: its costs, for the cost model.
+        costs: for the cost model.
         compressor: the compressor.
         elements, bytes: of the gradient, divided by those sent; inf if nothing is sent.
     """
 
-    way: Way | Dense
+    costs: Way | Dense
     compressor: Compressor
     elements: float
     bytes: float
@@ -264,9 +274,9 @@ def _middle(everywhere: Sequence[Sequence[Backward]], layers: int) -> Backward:
     return max(middle, key=lambda p: p.seconds)
 
 
-def _way(
+def _measure_method(
     compressor: Compressor, gradients: Gradients, ranks: int, rounds: int, pass_: Backward
-) -> Found:
+) -> MethodResult:
     """Measure a compressor's costs, by all ranks' clocks, and its compression ratios.
 
     Raises:
@@ -282,18 +292,22 @@ def _way(
         count: alone(compressor, gradients, count, rounds, warm_up, pass_.ready)
         for count in sorted({ranks, *ANCHORS})
     }
-    mine = [cost.rounds for cost in costs.values()]
+    rounds_by_count = [cost.rounds for cost in costs.values()]
     world = horovod.global_process_set
-    everywhere = gather_objects(mine, list[list[list[Bucket]]], "gradcomp.costs", world)
-    by_ranks = {count: [found[i] for found in everywhere] for i, count in enumerate(costs)}
-    own = {"alltoall": 1 - 1 / ranks}  # a part of an alltoall stays on its rank
+    everywhere = gather_objects(rounds_by_count, list[list[list[Bucket]]], "gradcomp.costs", world)
+    by_ranks = {
+        count: [costs_of_rank[i] for costs_of_rank in everywhere] for i, count in enumerate(costs)
+    }
+    sent_share = {"alltoall": 1 - 1 / ranks}  # a part of an alltoall stays on its rank
     sent = [
-        sum(size * own.get(kind, 1.0) for bucket in one for kind, size in bucket.asks)
+        sum(size * sent_share.get(kind, 1.0) for bucket in one for kind, size in bucket.asks)
         for one in costs[ranks].rounds
     ]
     mean = statistics.fmean(sent)
     ratio = 4 * gradients.elements / mean if mean else math.inf
-    return Found(Way(brief(compressor), by_ranks), compressor, costs[ranks].element_ratio, ratio)
+    return MethodResult(
+        Way(brief(compressor), by_ranks), compressor, costs[ranks].element_ratio, ratio
+    )
 
 
 def _suited(
@@ -304,13 +318,13 @@ def _suited(
     """Pick the compressors that run with an optimizer, with momentum=0 if necessary; in order.
 
     Args:
-        compressors: the requested ones.
-        optimizer: of `torch.optim`; None if unknown.
+        compressors: as requested.
+        optimizer: None if unknown.
         say: called with a message for each compressor that is left out or changed.
     """
     from hvd_gradcomp.torch.momentum import resolve_compressor
 
-    found: dict[Compressor, None] = {}
+    suited: dict[Compressor, None] = {}
     for compressor in compressors:
         try:
             if optimizer is not None:
@@ -323,8 +337,8 @@ def _suited(
             kind = type(optimizer).__name__
             say(f"{brief(compressor)} cannot take {kind}'s momentum over: it is {brief(other)}")
             compressor = other
-        found[compressor] = None
-    return list(found)
+        suited[compressor] = None
+    return list(suited)
 
 
 def _probed(model: Model, gradients: Gradients, steps: int = 8) -> dict[str, float | None]:
@@ -342,23 +356,23 @@ def _probed(model: Model, gradients: Gradients, steps: int = 8) -> dict[str, flo
     weights = [reading.size for reading in last]
     means: dict[str, float | None] = {}
     for name in Reading._fields[Reading._fields.index("entropy") :]:
-        found = [getattr(reading, name) for reading in last]
-        total = None if None in found else sum(w * x for w, x in zip(weights, found))
+        values = [getattr(reading, name) for reading in last]
+        total = None if None in values else sum(w * x for w, x in zip(weights, values))
         means[name] = None if total is None else total / sum(weights)
     return means
 
 
 def _advice(
-    found: Sequence[tuple[Found, Sequence[float]]],
+    results: Sequence[tuple[MethodResult, Sequence[float]]],
     link: Link,
     pass_: Backward,
     ranks: int,
     gentle: bool = False,
-) -> tuple[list[dict[str, Any]], Verdict]:
-    """Return a row for each way, the dense one first, and the recommendation.
+) -> tuple[list[Row], Verdict]:
+    """Return a row for each method, the dense one first, and the recommendation.
 
     Args:
-        found: the ways, and measured times of whole exchanges over the link.
+        results: the methods, and measured times of whole exchanges over the link.
         link, pass_: as measured.
         ranks: number of ranks to predict for. If it is not the link's, the prediction is
             corrected by the model's error in seconds on the link.
@@ -366,63 +380,70 @@ def _advice(
     """
     compute = pass_.forward + pass_.seconds
 
-    def case(way: Way | Dense, measured: Sequence[float]) -> Case:
+    def case(costs: Way | Dense, measured: Sequence[float]) -> Case:
         beyond = ranks != link.ranks
         aside = 0.0
         if beyond and measured:
-            aside = statistics.median(measured) - way.seconds(link, link.ranks)
+            aside = statistics.median(measured) - costs.seconds(link, link.ranks)
 
         def step_at(bandwidth: float) -> float:
-            there = link.with_bandwidth(bandwidth)
-            seconds = way.seconds(there, ranks, pass_.seconds)
+            other_link = link.with_bandwidth(bandwidth)
+            seconds = costs.seconds(other_link, ranks, pass_.seconds)
             return pass_.forward + max(seconds + aside, pass_.seconds)
 
-        exchange = way.seconds(link, ranks)
-        exposed = way.seconds(link, ranks, pass_.seconds) - pass_.seconds
+        exchange = costs.seconds(link, ranks)
+        exposed = costs.seconds(link, ranks, pass_.seconds) - pass_.seconds
         hidden = max(exchange - exposed, 0.0)
         exchange = max(exchange + aside, 1e-9)
         known = () if beyond else measured
-        error = advice.BEYOND if beyond else advice.ERROR
-        return Case(way.name, exchange, hidden, known, step_at, compute, pass_.seconds, error)
+        error = recommend.BEYOND if beyond else recommend.ERROR
+        return Case(costs.name, exchange, hidden, known, step_at, compute, pass_.seconds, error)
 
-    cases = [case(one.way, measured) for one, measured in found]
-    estimates = [advice.estimate(one, cases[0], link.bandwidth) for one in cases]
+    cases = [case(one.costs, measured) for one, measured in results]
+    estimates = [recommend.estimate(one, cases[0], link.bandwidth) for one in cases]
+    step_seconds = [estimate.step.middle for estimate in estimates]
+    speedups = _by_hosts(step_seconds, [one.costs for one, _ in results], link, pass_, ranks)
     rows = []
-    for (one, measured), what, estimate in zip(found, cases, estimates):
+    for (one, measured), what, estimate, hosts in zip(results, cases, estimates, speedups):
         took = statistics.median(measured) if measured else None
+        is_dense = what is cases[0]
         rows.append(
-            {
-                "way": one.way.name,
-                "element_ratio": one.elements if math.isfinite(one.elements) else None,
-                "byte_ratio": one.bytes,
-                "predicted_ms": 1e3 * what.predicted,
-                "measured_ms": None if took is None else 1e3 * took,
-                "error": None if took is None else one.way.seconds(link, link.ranks) / took - 1,
-                "exchange_span_ms": [1e3 * x for x in estimate.exchange],
-                "step_ms": 1e3 * estimate.step.middle,
-                "step_span_ms": [1e3 * x for x in estimate.step],
-                "faster": list(estimate.faster) if what is not cases[0] else [1.0, 1.0, 1.0],
-                "local_ms": {n: 1e3 * (compute + estimate.exchange.middle / n) for n in EVERY},
-                "pays_below": None if what is cases[0] else estimate.pays_below.middle,
-                "pays_below_span": None if what is cases[0] else list(estimate.pays_below),
-            }
+            Row(
+                method=one.costs.name,
+                element_ratio=one.elements if math.isfinite(one.elements) else None,
+                byte_ratio=one.bytes,
+                predicted_ms=1e3 * what.predicted,
+                measured_ms=None if took is None else 1e3 * took,
+                error=None if took is None else one.costs.seconds(link, link.ranks) / took - 1,
+                exchange_span_ms=_milliseconds(estimate.exchange),
+                step_ms=1e3 * estimate.step.middle,
+                step_span_ms=_milliseconds(estimate.step),
+                faster=Span(1.0, 1.0, 1.0) if is_dense else estimate.faster,
+                local_ms={n: 1e3 * (compute + estimate.exchange.middle / n) for n in EVERY},
+                pays_below=None if is_dense else estimate.pays_below.middle,
+                pays_below_span=None if is_dense else estimate.pays_below,
+                hosts=hosts,
+            )
         )
-    _elsewhere(rows, [one.way for one, _ in found], link, pass_, ranks)
     sending = [
         estimate
-        for (one, _), estimate in zip(found[1:], estimates[1:])
+        for (one, _), estimate in zip(results[1:], estimates[1:])
         if math.isfinite(one.elements)
     ]
-    quantizers = [one.way.name for one, _ in found if gentle and one.compressor.is_quantizer]
-    return rows, advice.decide(sending, link.bandwidth, quantizers)
+    quantizers = [one.costs.name for one, _ in results if gentle and one.compressor.is_quantizer]
+    return rows, recommend.decide(sending, link.bandwidth, quantizers)
+
+
+def _milliseconds(seconds: Span) -> Span:
+    return Span(*(1e3 * x for x in seconds))
 
 
 def _local_steps(
-    compressors: Sequence[Compressor], rows: Sequence[dict[str, Any]], pass_: Backward
+    compressors: Sequence[Compressor], rows: Sequence[Row], pass_: Backward
 ) -> dict[str, Any] | None:
     """Return the local steps to recommend, for JSON; None for an exchange in each step."""
-    exchanges = [Span(*(1e-3 * x for x in row["exchange_span_ms"])) for row in rows]
-    plain = Span(*(1e-3 * x for x in rows[0]["step_span_ms"]))
+    exchanges = [Span(*(1e-3 * x for x in row.exchange_span_ms)) for row in rows]
+    plain = Span(*(1e-3 * x for x in rows[0].step_span_ms))
     known = dict(zip(compressors[1:], exchanges[1:]))
     compute = pass_.forward + pass_.seconds
     choice = fewer_exchanges.choose(known, exchanges[0], plain, compute) if compute else None
@@ -440,30 +461,33 @@ def local_steps_of(choice: fewer_exchanges.Choice) -> dict[str, Any]:
     }
 
 
-def _elsewhere(
-    rows: Sequence[dict[str, Any]],
-    ways: Sequence[Way | Dense],
+def _by_hosts(
+    step_seconds: Sequence[float],
+    methods: Sequence[Way | Dense],
     link: Link,
     pass_: Backward,
     ranks: int,
-) -> None:
-    """Add to each row the predicted speedup of a step on other numbers of hosts."""
+) -> list[dict[int, float]]:
+    """Predict each method's speedup of a step on other numbers of hosts.
 
-    def steps(place: int) -> dict[int, float]:
-        seconds = {n: ways[place].seconds(link, n, pass_.seconds) for n in (*HOSTS, ranks)}
-        here = 1e-3 * rows[place]["step_ms"]
+    Args:
+        step_seconds: estimates for a step of each method among `ranks` ranks.
+        methods: costs, the dense one first.
+        link, pass_, ranks: as in `_advice`.
+    """
+
+    def steps(costs: Way | Dense, here: float) -> dict[int, float]:
+        seconds = {n: costs.seconds(link, n, pass_.seconds) for n in (*HOSTS, ranks)}
         least = pass_.forward + pass_.seconds
         return {n: max(here + seconds[n] - seconds[ranks], least, 1e-9) for n in HOSTS}
 
-    dense = steps(0)
-    for place, row in enumerate(rows):
-        mine = steps(place)
-        row["hosts"] = {hosts: dense[hosts] / mine[hosts] for hosts in HOSTS}
+    times = list(map(steps, methods, step_seconds))
+    return [{n: times[0][n] / by_hosts[n] for n in HOSTS} for by_hosts in times]
 
 
-def _said(rows: Sequence[dict[str, Any]], verdict: Verdict) -> dict[str, Any]:
+def _verdict_json(rows: Sequence[Row], verdict: Verdict) -> dict[str, Any]:
     """Convert the verdict for JSON."""
-    errors = [abs(row["error"]) for row in rows if row["error"] is not None]
+    errors = [abs(row.error) for row in rows if row.error is not None]
     best = None if verdict.best is None else verdict.best.name
     faster = None if verdict.faster is None else verdict.faster.name
     return {

@@ -102,11 +102,11 @@ def command(
             progress.begin(brief(compressor))
             before = warm_up_rounds(compressor) if uncounted is None else uncounted
             try:
-                way = CompressedExchange(compressor, gradients.layers, gradients)
+                exchange = CompressedExchange(compressor, gradients.layers, gradients)
             except UnmeasurableError as error:
                 progress.say(f"left out: {error}")
             else:
-                rows[brief(compressor)] = measure(way, gradients, rounds, before)
+                rows[brief(compressor)] = measure(exchange, gradients, rounds, before)
             progress.end()
         progress.begin(DENSE)
         if rounds > 1:
@@ -114,7 +114,7 @@ def command(
         progress.end()
     if horovod.rank() == 0:
         size = 4 * gradients.elements
-        figures = [figures_of(way, row, dense, size) for way, row in rows.items()]
+        figures = [figures_of(name, row, dense, size) for name, row in rows.items()]
         content = {**about(horovod, model_name), "moments": gradients.moments, "rows": figures}
         notes = options.moments_used(rows, gradients.moments)
         output.report(json_path, content, "\n\n".join([table(figures), *notes]))
@@ -138,7 +138,7 @@ def about(horovod: Any, model_name: str) -> dict[str, Any]:
     }
 
 
-def figures_of(way: str, row: Row, dense: Row, size: int) -> dict[str, Any]:
+def figures_of(name: str, row: Row, dense: Row, size: int) -> dict[str, Any]:
     """Convert a row to milliseconds and bytes; `size` is the gradients' bytes.
 
     Parts are scaled to the median: the medians of the parts need not sum to it.
@@ -147,7 +147,7 @@ def figures_of(way: str, row: Row, dense: Row, size: int) -> dict[str, Any]:
     parts = {part: row.median(part) for part in PARTS}
     share = row.median() / (sum(parts.values()) or 1.0)
     return {
-        "way": way,
+        "method": name,
         "ms": 1e3 * row.median(),
         "min": 1e3 * min(totals),
         "max": 1e3 * max(totals),
@@ -162,10 +162,10 @@ def figures_of(way: str, row: Row, dense: Row, size: int) -> dict[str, Any]:
 
 def table(figures: Sequence[dict[str, Any]]) -> str:
     """Format the figures as a table."""
-    head = ("way", "ms", "+-", "encode", "wait", "decode", "faster", "bytes", "elem-\nents")
+    head = ("method", "ms", "+-", "encode", "wait", "decode", "faster", "bytes", "elem-\nents")
     rows = [
         (
-            f["way"],
+            f["method"],
             figure(f["ms"]),
             f"{figure(50 * (f['max'] - f['min']) / f['ms']).partition('.')[0]}%",
             *(figure(f[key]) for key in ("encode", "collective", "decode", "times_faster")),
@@ -180,7 +180,7 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
 def _draw(path: Path, figures: Sequence[dict[str, Any]], title: str) -> None:
     """Draw stacked bars of encode, collective and decode, as long as the median."""
     with options.drawing(path, 9, 0.4 * len(figures) + 1.2) as axes:
-        names, left = [f["way"] for f in figures], [0.0] * len(figures)
+        names, left = [f["method"] for f in figures], [0.0] * len(figures)
         for part, colour in zip(PARTS, (style.COLOURS[place] for place in (0, 4, 3))):
             widths = [f[part] for f in figures]
             axes.barh(names, widths, left=left, label=part, color=colour)

@@ -44,7 +44,7 @@ def command(python: str) -> None:
 
 def _is_python(program: str) -> bool:
     try:
-        asked = subprocess.run([program, "-c", "print(2 + 2)"], capture_output=True)
+        done = subprocess.run([program, "-c", "print(2 + 2)"], capture_output=True)
     except OSError:
         return False
-    return asked.stdout.strip() == b"4"
+    return done.stdout.strip() == b"4"

@@ -98,7 +98,7 @@ def command(
             row = _trained(run, source, horovod, compressor, steps, progress)
         row["times_faster"] = (rows[0] if rows else row)["ms"] / row["ms"]
         rows.append(row)
-        progress.say(f"{row['way']}: loss {row['loss']:.4g}")
+        progress.say(f"{row['method']}: loss {row['loss']:.4g}")
     if horovod.rank() == 0:
         about = {"function": function, "steps": steps, "ranks": horovod.size()}
         output.report(json_path, {**about, "rows": rows}, _table(rows))
@@ -156,7 +156,7 @@ def _trained(
         seconds.append(time.perf_counter() - start)
         progress.end()
     try:
-        found = horovod.compression_stats(source)
+        stats = horovod.compression_stats(source)
     except TypeError as error:
         raise click.ClickException(f"{brief(compressor)}: {error}") from error
     run.close()  # type: ignore[attr-defined]
@@ -167,14 +167,14 @@ def _trained(
     rounds = isinstance(getattr(source, "schedule", None), LocalSchedule)
     middle = statistics.fmean if rounds else statistics.median
     return {
-        "way": brief(compressor),
+        "method": brief(compressor),
         "first_loss": losses[0],
         "loss": statistics.fmean(losses[-max(round(LAST * steps), 1) :]),
         "losses": losses,
         "ms": 1e3 * middle(slowest[1:]),  # the first one sets up
-        "element_ratio": found.element_ratio,
-        "ratio": found.ratio,
-        "bytes": found.bytes_sent / max(found.steps, 1),
+        "element_ratio": stats.element_ratio,
+        "ratio": stats.ratio,
+        "bytes": stats.bytes_sent / max(stats.steps, 1),
     }
 
 
@@ -197,8 +197,8 @@ def _gathered(item: Any, kind: Any, horovod: Any) -> list[Any]:
     title = horovod.__name__
     place = "comm.horovod" if title == "hvd_gradcomp.torch" else "comm"
     gather = importlib.import_module(f"{title}.{place}").gather_objects
-    found = gather(item, kind, "gradcomp.compare", horovod.global_process_set)
-    return list(found)
+    items = gather(item, kind, "gradcomp.compare", horovod.global_process_set)
+    return list(items)
 
 
 def _frontend(source: Any) -> Any:
@@ -220,7 +220,7 @@ def _frontend(source: Any) -> Any:
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     head = (
-        "way",
+        "method",
         "loss",
         "against\nnone",
         "step\nms",
@@ -233,7 +233,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         head,
         [
             (
-                row["way"],
+                row["method"],
                 f"{row['loss']:.4g}",
                 f"{row['loss'] - rows[0]['loss']:+.2g}",
                 figure(row["ms"]),
@@ -253,7 +253,12 @@ def _draw(path: Path, rows: Sequence[dict[str, Any]], title: str) -> None:
         for row, line in zip(rows, style.lines(len(rows))):
             every = max(len(row["losses"]) // 8, 1)
             axes.plot(
-                row["losses"], label=row["way"], linewidth=1, markevery=every, markersize=4, **line
+                row["losses"],
+                label=row["method"],
+                linewidth=1,
+                markevery=every,
+                markersize=4,
+                **line,
             )
         axes.set(xlabel="step", ylabel="loss, mean over ranks", title=title)
         axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))

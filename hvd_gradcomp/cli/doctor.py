@@ -230,15 +230,15 @@ def _package() -> Iterator[Finding]:
         yield Finding("warn", "its C library", fact, "unset HVD_GRADCOMP_NATIVE")
         return
     try:
-        found = native.library() is not None
-        fact = "loaded" if found else "not built: compression on a CPU is slower"
+        loaded = native.library() is not None
+        fact = "loaded" if loaded else "not built: compression on a CPU is slower"
     except (OSError, AttributeError, ValueError) as error:
-        found, fact = False, f"does not load, compression on a CPU fails: {error}"
+        loaded, fact = False, f"does not load, compression on a CPU fails: {error}"
     remedy = "hvd-gradcomp build" if fact.startswith("not built") else "hvd-gradcomp build --anew"
     if not building.compiles():
         remedy = f"apt-get install build-essential  # as root\n{remedy}"
-    mark = "ok" if found else "warn" if fact.startswith("not built") else "fail"
-    yield Finding(mark, "its C library", fact, "" if found else remedy)
+    mark = "ok" if loaded else "warn" if fact.startswith("not built") else "fail"
+    yield Finding(mark, "its C library", fact, "" if loaded else remedy)
 
 
 def _variables() -> Iterator[Finding]:
@@ -317,8 +317,8 @@ def _horovod(horovod: Facts, *, needed: bool) -> Iterator[Finding]:
         )
         yield Finding("warn", "Horovod", fact, _build())
     elif "built" not in horovod:
-        said = _error(horovod)
-        yield Finding("fail", "Horovod", f"does not import: {said}", _cure(said))
+        reason = _error(horovod)
+        yield Finding("fail", "Horovod", f"does not import: {reason}", _cure(reason))
     elif horovod["version"] != HOROVOD:
         fact = f"{horovod['version']} is not supported, {HOROVOD} is; {horovod['path']}"
         yield Finding("fail", "Horovod", fact, _build())
@@ -341,9 +341,9 @@ def _horovod_for(
         fact = other if differs else f"built for {built or 'it'}"
         yield Finding("warn" if differs else "ok", what, fact, _build() if differs else "")
     elif "error" in facts and (framework.name != "tensorflow" or "keras" in facts):
-        said = _error(facts)
-        fact = f"{other}: {said}" if differs else said
-        yield Finding("fail", what, fact, _cure(said))
+        reason = _error(facts)
+        fact = f"{other}: {reason}" if differs else reason
+        yield Finding("fail", what, fact, _cure(reason))
 
 
 def _backends(answers: dict[_Framework, Facts]) -> Iterator[Finding]:
@@ -375,8 +375,8 @@ def _seam(framework: _Framework, answers: dict[_Framework, Facts]) -> Iterator[F
     if "seam" in facts:
         yield Finding("ok", what, f"{facts['seam']} can take its place")
     elif "gloo" in facts:
-        said = _error(facts)
-        yield Finding("fail", what, said, _cure(said))
+        reason = _error(facts)
+        yield Finding("fail", what, reason, _cure(reason))
 
 
 def _launchers(
@@ -407,22 +407,22 @@ def _launchers(
 
 def _horovodrun() -> Iterator[Finding]:
     folders = [sysconfig.get_path("scripts"), sysconfig.get_path("scripts", "posix_user")]
-    found = shutil.which("horovodrun")
-    if found and str(Path(found).parent) in folders:
-        yield Finding("ok", "horovodrun", found)
+    program = shutil.which("horovodrun")
+    if program and str(Path(program).parent) in folders:
+        yield Finding("ok", "horovodrun", program)
         return
-    fact = f"{found} is not that of {sys.executable}" if found else "not on the PATH"
-    own = next((f for f in folders if Path(f, "horovodrun").exists()), folders[0])
-    yield Finding("warn", "horovodrun", fact, f'export PATH="{own}:$PATH"')
+    fact = f"{program} is not that of {sys.executable}" if program else "not on the PATH"
+    folder = next((f for f in folders if Path(f, "horovodrun").exists()), folders[0])
+    yield Finding("warn", "horovodrun", fact, f'export PATH="{folder}:$PATH"')
 
 
 def _hostname(*, several: bool, timeout: float) -> Iterator[Finding]:
     name = socket.gethostname()
-    found = inspect("addresses", timeout, name).get(name, [])
-    if _reachable(found):
-        yield Finding("ok", "hostname", f"{name} is {found[0]}")
+    addresses = inspect("addresses", timeout, name).get(name, [])
+    if _reachable(addresses):
+        yield Finding("ok", "hostname", f"{name} is {addresses[0]}")
         return
-    place = f"resolves to {found[0]}" if found else "does not resolve"
+    place = f"resolves to {addresses[0]}" if addresses else "does not resolve"
     fact = f"{name} {place}: other hosts cannot reach this one"
     yield Finding("fail" if several else "warn", "hostname", fact, _line(name, _own_address()))
 
@@ -431,16 +431,16 @@ def _hosts(hosts: Sequence[str], port: int, timeout: float) -> Iterator[Finding]
     split = [host.rpartition("@") for host in hosts]
     names = inspect("addresses", timeout, *(name for *_, name in split)) if hosts else {}
     for host, (user, _, name) in zip(hosts, split):
-        found = names.get(name, [])
-        if not found and configured(host):
+        addresses = names.get(name, [])
+        if not addresses and configured(host):
             yield _remote(host, "", port, timeout)
-        elif not _reachable(found):
-            place = f"resolves to {found[0]} here" if found else "does not resolve here"
+        elif not _reachable(addresses):
+            place = f"resolves to {addresses[0]} here" if addresses else "does not resolve here"
             yield Finding("fail", f"host {host}", place, _line(name, "ADDRESS"))
-        elif _is_here(found[0]):
-            yield Finding("ok", f"host {host}", f"{found[0]}, this one")
+        elif _is_here(addresses[0]):
+            yield Finding("ok", f"host {host}", f"{addresses[0]}, this one")
         else:
-            yield _remote(host, found[0], port, timeout)
+            yield _remote(host, addresses[0], port, timeout)
         if user:
             fact = f"horovodrun takes hosts without a user: write {name} there"
             remedy = f"# in ~/.ssh/config, which horovodrun's ssh reads:\nHost {name}\nUser {user}"
@@ -451,30 +451,29 @@ def _remote(host: str, address: str, port: int, timeout: float) -> Finding:
     """Check over ssh that a host resolves its own name to a reachable address.
 
     Args:
-        host: for ssh.
+        host, port, timeout: for ssh.
         address: of the host; empty if only ssh's configuration leads to it.
-        port: of its sshd.
-        timeout: seconds.
     """
     options = ["BatchMode=yes", "ConnectTimeout=10", "LogLevel=ERROR"]
     options += ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null"]  # nothing is remembered
     ask = 'n=$(hostname); echo "@ $n $(getent ahosts $n | sed "s/ .*//;q")"'
     ssh = ["ssh", "-p", str(port), *(f"-o{option}" for option in options), host]
-    code, said = run([*ssh, ask], timeout) if shutil.which("ssh") else (255, "there is no ssh")
-    answer = re.search(r"^@ (\S+) ?(\S*)$", said, re.MULTILINE)
+    code, output = run([*ssh, ask], timeout) if shutil.which("ssh") else (255, "there is no ssh")
+    answer = re.search(r"^@ (\S+) ?(\S*)$", output, re.MULTILINE)
     if code != 0 or answer is None:
-        fact = f"ssh does not get there without a password: {_short(said.strip())}"
+        fact = f"ssh does not get there without a password: {_short(output.strip())}"
         remedy = f"ssh -v -p {port} {host}  # says why; sshd has to run there, on this port"
-        if "Permission denied" in said:
+        if "Permission denied" in output:
             remedy = f"ssh-keygen -t ed25519  # unless you have a key\nssh-copy-id -p {port} {host}"
         return Finding("fail", f"host {host}", fact, remedy)
-    name, own = answer.groups()
-    if not _reachable([own] if own else []):
-        fact = f"its own name {name} {'resolves to ' + own if own else 'does not resolve'} there"
+    name, own_address = answer.groups()
+    if not _reachable([own_address] if own_address else []):
+        resolves = f"resolves to {own_address}" if own_address else "does not resolve"
+        fact = f"its own name {name} {resolves} there"
         remedy = _line(name, address or "ADDRESS", f"of {host}")
         return Finding("fail", f"host {host}", fact, remedy)
     known = address or "only ssh knows its address"
-    return Finding("ok", f"host {host}", f"{known}, ssh gets there; there {name} is {own}")
+    return Finding("ok", f"host {host}", f"{known}, ssh gets there; there {name} is {own_address}")
 
 
 def _code(paths: Sequence[str], answers: dict[_Framework, Facts]) -> Iterator[Finding]:
@@ -492,13 +491,13 @@ def _code(paths: Sequence[str], answers: dict[_Framework, Facts]) -> Iterator[Fi
     clean = 0
     for file in files:
         try:
-            found = sorted(faults(file, keras3=keras3), key=lambda fault: fault.line)
+            ordered = sorted(faults(file, keras3=keras3), key=lambda fault: fault.line)
         except (SyntaxError, ValueError, OSError) as error:
             remedy = f"{sys.executable} -m py_compile {file}"
             yield Finding("warn", "your code", f"{file} cannot be read: {error}", remedy)
             continue
-        clean += not found
-        for fault in found:
+        clean += not ordered
+        for fault in ordered:
             place = f"{fault.path}:{fault.line}: {fault.what}"
             yield Finding("fail", "your code", place, fault.remedy)
     if clean:
@@ -538,13 +537,13 @@ def _tested(
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", **settings}
     environment["CUDA_VISIBLE_DEVICES"] = "-1"  # two ranks on one GPU are an error to NCCL
     began = time.time()
-    code, said = run([*command, str(began + timeout)], timeout + _GRACE, environment)
-    if code == 0 and "2 equal replicas" in said:
+    code, output = run([*command, str(began + timeout)], timeout + _GRACE, environment)
+    if code == 0 and "2 equal replicas" in output:
         fact = f"self-test: two ranks trained, replicas are equal ({time.time() - began:.0f} s)"
         return Finding("ok", what, fact)
-    hangs = code is None or "Timeout (" in said  # a rank's faulthandler prints this
+    hangs = code is None or "Timeout (" in output  # a rank's faulthandler prints this
     how = f"hangs: not done after {timeout:g} s" if hangs else f"fails with {code}"
-    lines = said.strip().splitlines()
+    lines = output.strip().splitlines()
     of_ranks = [line for line in lines if re.match(r"\[[\d,]+\]<", line)]  # not the launcher's
     last = "\n".join(f"| {line}" for line in (of_ranks or lines)[-_LINES:])
     return Finding("fail", what, f"self-test {how}; the end of what it printed:\n{last}", remedy)
@@ -555,9 +554,9 @@ def _build() -> str:
     return build(*_missing())
 
 
-def _cure(said: str) -> str:
+def _cure(error: str) -> str:
     """Return the remedy for an error while importing Horovod."""
-    return cure(said, *_missing())
+    return cure(error, *_missing())
 
 
 def _missing() -> tuple[list[str], bool]:
@@ -597,10 +596,10 @@ def _own_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing; address reserved for documentation
-            own: str = probe.getsockname()[0]
+            local_address: str = probe.getsockname()[0]
         except OSError:
             return "ADDRESS"
-    return own
+    return local_address
 
 
 def _facts_of(name: str, answers: dict[_Framework, Facts]) -> Facts:

@@ -72,12 +72,12 @@ def configured(name: str) -> bool:
     """
     if shutil.which("ssh") is None:
         return False
-    asked = subprocess.run(
+    done = subprocess.run(
         ["ssh", "-G", "--", name], stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
-    if re.search(r"^proxy(?:jump|command) (?!none$)", asked.stdout, re.MULTILINE):
+    if re.search(r"^proxy(?:jump|command) (?!none$)", done.stdout, re.MULTILINE):
         return True
-    hostname = re.search(r"^hostname (\S+)$", asked.stdout, re.MULTILINE)
+    hostname = re.search(r"^hostname (\S+)$", done.stdout, re.MULTILINE)
     return hostname is not None and _unresolved(hostname[1]) is None
 
 

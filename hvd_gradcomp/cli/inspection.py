@@ -84,19 +84,19 @@ def inspect(subject: str, timeout: float, *arguments: str) -> Facts:
     command = [sys.executable, "-m", __spec__.name, subject, *arguments]
     code, output = run(command, timeout)
     facts: Facts = {}
-    said = []
+    printed = []
     for line in output.splitlines():
         if line.startswith(_MARK):
             facts.update(json.loads(line[len(_MARK) :]))
         else:
-            said.append(line)
+            printed.append(line)
     if code is None:
         facts["error"] = f"it hangs: no answer in {timeout:g} s"
     elif code < 0:
-        last = "".join(f"; it said: {line.strip()}" for line in said[-1:])
+        last = "".join(f"; it said: {line.strip()}" for line in printed[-1:])
         facts["error"] = f"the process died of {signal.Signals(-code).name}{last}"
     elif code > 0:
-        facts.setdefault("error", "\n".join(said[-3:]))
+        facts.setdefault("error", "\n".join(printed[-3:]))
     return facts
 
 
@@ -177,10 +177,10 @@ def _backends(horovod: Any) -> Facts:
 def _addresses(*hosts: str) -> Iterator[Facts]:
     for host in hosts:
         try:
-            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except OSError:
-            found = []
-        yield {host: list(dict.fromkeys(address[0] for *_, address in found))}
+            addresses = []
+        yield {host: list(dict.fromkeys(address[0] for *_, address in addresses))}
 
 
 _SUBJECTS = {
@@ -197,8 +197,8 @@ def main(subject: str, *arguments: str) -> None:
         for facts in _SUBJECTS[subject](*arguments):
             print(f"\n{_MARK}{json.dumps(facts)}", flush=True)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        print(f"\n{_MARK}{json.dumps({'error': said})}", flush=True)
+        reason = f"{type(error).__name__}: {error}"
+        print(f"\n{_MARK}{json.dumps({'error': reason})}", flush=True)
         sys.exit(1)
 
 

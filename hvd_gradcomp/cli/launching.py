@@ -43,11 +43,11 @@ def with_ddp(command: Callable[..., Any]) -> Callable[..., Any]:
         "Horovod. On several hosts start torchrun yourself, with -m hvd_gradcomp.",
     )
     @functools.wraps(command)
-    def started(*, ddp: bool, **given: Any) -> Any:
+    def started(*, ddp: bool, **arguments: Any) -> Any:
         if not ddp or any(name in os.environ for name in _RANK):
-            return command(**given)
-        ranks = given["ranks"] or 1
-        if given["hosts"] is not None:
+            return command(**arguments)
+        ranks = arguments["ranks"] or 1
+        if arguments["hosts"] is not None:
             raise click.UsageError("--ddp starts ranks here; on several hosts start torchrun")
         if find_spec("torch") is None:
             raise click.ClickException("--ddp starts ranks of PyTorch, which is not installed")
@@ -81,13 +81,13 @@ def with_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
         help='Other options of horovodrun, such as "--mpi" or "--gloo --network-interfaces eth0".',
     )
     @functools.wraps(command)
-    def started(*, ranks: int | None, hosts: str | None, words: str, **given: Any) -> Any:
+    def started(*, ranks: int | None, hosts: str | None, words: str, **arguments: Any) -> Any:
         if any(name in os.environ for name in _RANK):
-            return command(**given)
+            return command(**arguments)
         if ranks is None:
             if hosts is not None:
                 raise click.UsageError("-H says where ranks run; say with -np how many")
-            return command(**given)
+            return command(**arguments)
         if find_spec("horovod") is None:
             raise click.ClickException(
                 f"-np starts ranks by horovodrun, and Horovod is not installed. {WITHOUT_HOROVOD}"
@@ -130,28 +130,28 @@ def run(command: list[str]) -> int:
     if sys.stderr.isatty():
         environment[TERMINAL] = str(os.get_terminal_size(sys.stderr.fileno()).columns)
     job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    said: list[tuple[str | None, str]] = []  # (rank, line); None for the launcher's own lines
-    found = io.StringIO()  # stdout, shown after all of stderr: they are two pipes
-    streams = ((job.stdout, found), (job.stderr, sys.stderr))
-    threads = [Thread(target=_follow, args=(*pair, said)) for pair in streams]
+    printed: list[tuple[str | None, str]] = []  # (rank, line); None for the launcher's own lines
+    rank0 = io.StringIO()  # stdout, shown after all of stderr: they are two pipes
+    streams = ((job.stdout, rank0), (job.stderr, sys.stderr))
+    threads = [Thread(target=_follow, args=(*pair, printed)) for pair in streams]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     code = job.wait()
-    click.echo(found.getvalue(), nl=False)
+    click.echo(rank0.getvalue(), nl=False)
     if code:
-        _explain(said)
+        _explain(printed)
     return code
 
 
-def _follow(source: IO[bytes], target: IO[str], said: list[tuple[str | None, str]]) -> None:
+def _follow(source: IO[bytes], target: IO[str], printed: list[tuple[str | None, str]]) -> None:
     for line in _lines(source):
-        found = _PREFIX.match(line)
-        rank, text = (found[1], line[found.end() :]) if found else (None, line)
+        prefix = _PREFIX.match(line)
+        rank, text = (prefix[1], line[prefix.end() :]) if prefix else (None, line)
         if text == _ENDED:
             continue
-        said.append((rank, text))
+        printed.append((rank, text))
         if rank == "0":
             target.write(text)
             target.flush()
@@ -167,15 +167,15 @@ def _lines(source: IO[bytes]) -> Iterator[str]:
         yield rest.decode(errors="replace")
 
 
-def _explain(said: list[tuple[str | None, str]]) -> None:
+def _explain(printed: list[tuple[str | None, str]]) -> None:
     """Print the lines of other ranks; without an error of a rank, also the launcher's reason."""
-    first = {line for rank, line in said if rank == "0"}
-    for rank, line in said:
+    first = {line for rank, line in printed if rank == "0"}
+    for rank, line in printed:
         if rank not in ("0", None) and line not in first:
             click.echo(f"[{rank}] {line}", err=True, nl=False)
-    by_ranks = [line for rank, line in said if rank is not None]
+    by_ranks = [line for rank, line in printed if rank is not None]
     if not any(re.search(r"Error:|Traceback", line) for line in by_ranks):
-        text = "".join(line for rank, line in said if rank is None)
+        text = "".join(line for rank, line in printed if rank is None)
         click.echo(_reason(text, started=bool(by_ranks)), err=True, nl=False)
 
 

@@ -102,24 +102,26 @@ def chosen(texts: Sequence[str], scale: float = 1.0) -> list[Compressor]:
     Raises:
         click.BadParameter: a text does not name a compressor, or its settings are out of range.
     """
-    own = usual(scale)
-    found = [
-        own.get(text) or (registry.load(text) if text in _declared() else _parsed(text))
+    builtin = usual(scale)
+    compressors = [
+        builtin.get(text) or (registry.load(text) if text in _declared() else _parsed(text))
         for text in texts or _names()
     ]
-    if texts and None in found:
-        raise click.BadParameter(f"{texts[found.index(None)]!r} cannot be used, as said above")
-    return [one for one in found if one is not None]
+    if texts and None in compressors:
+        raise click.BadParameter(
+            f"{texts[compressors.index(None)]!r} cannot be used, as said above"
+        )
+    return [one for one in compressors if one is not None]
 
 
 @lru_cache(maxsize=1)
 def _declared() -> list[str]:
     """Return short names of other packages' methods, without those that clash with ours."""
-    own = usual()
+    builtin = usual()
     for short, point in registry.declared().items():
-        if short in own:
+        if short in builtin:
             registry.leave_out(point, "hvd_gradcomp has one by that name")
-    return [short for short in registry.declared() if short not in own]
+    return [short for short in registry.declared() if short not in builtin]
 
 
 def _names() -> list[str]:
@@ -292,7 +294,7 @@ def started() -> Any:
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Format a table of `WIDTH` columns: names on the left, wrapped at `NAMES`, then figures.
 
-    >>> print(table(["way", "ms"], [["DGC()", "1.23"], ["GradiVeQ(ratio=8, bits=4)", "4"]]))
+    >>> print(table(["method", "ms"], [["DGC()", "1.23"], ["GradiVeQ(ratio=8, bits=4)", "4"]]))
     way                  ms
     -----------------  ----
     DGC()              1.23
@@ -352,7 +354,7 @@ def moments_used(ways: Iterable[str], source: str) -> list[str]:
     >>> moments_used(["DGC()"], "step"), moments_used(["DGC()", "Variance(alpha=2.0)"], "sample")
     ([], ['Variance and Hybrid: with per-sample moments, as the factory tracks them.'])
     """
-    if not any(name in way for way in ways for name in ("Variance(", "Hybrid(")):
+    if not any(name in method for method in ways for name in ("Variance(", "Hybrid(")):
         return []
     known = {
         "sample": "with per-sample moments, as the factory tracks them.",

@@ -32,7 +32,7 @@ class Progress:
             force_terminal=True if columns else None,
             width=int(columns) - 1 if columns else None,
         )
-        self._total, self._done, self._said, self._what = total, 0, time.monotonic(), ""
+        self._total, self._done, self._last_shown, self._what = total, 0, time.monotonic(), ""
         columns_ = (SpinnerColumn(), "{task.description}", BarColumn(), MofNCompleteColumn())
         self._bar = rich.progress.Progress(
             *columns_, TimeElapsedColumn(), console=self._console, transient=True
@@ -62,10 +62,10 @@ class Progress:
         """Mark `amount` parts as done."""
         self._done += amount
         self._bar.advance(self._task, amount)
-        if time.monotonic() - self._said > EVERY:
+        if time.monotonic() - self._last_shown > EVERY:
             self._line()
 
     def _line(self) -> None:
-        self._said = time.monotonic()
+        self._last_shown = time.monotonic()
         if not self._console.is_terminal:
             self.say(f"  {self._done}/{self._total}  {self._what}")

@@ -24,14 +24,14 @@ class Fault(NamedTuple):
 
 def sources(paths: Iterable[str]) -> list[Path]:
     """List the Python files of paths and folders, without hidden and installed ones."""
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for path in map(Path, paths):
         below = sorted(path.rglob("*.py")) if path.is_dir() else [path]
         for file in below:
             parts = file.relative_to(path).parts
             if "site-packages" not in parts and not any(part.startswith(".") for part in parts):
-                found[file] = None
-    return list(found)
+                files[file] = None
+    return list(files)
 
 
 def faults(path: Path, *, keras3: bool) -> Iterator[Fault]:

@@ -26,11 +26,11 @@ class LinearCompressor(Compressor):
     block = 1  # every element is sent, and padding would be too
 
     @abstractmethod
-    def encode(self, ops: Ops, gradient: Tensor) -> Tensor:
+    def to_code(self, ops: Ops, gradient: Tensor) -> Tensor:
         """Encode the gradient for the allreduce."""
 
     @abstractmethod
-    def decode(self, ops: Ops, layout: Layout, code: Tensor) -> Tensor:
+    def from_code(self, ops: Ops, layout: Layout, code: Tensor) -> Tensor:
         """Decode the gradient, in the layout's dtype."""
 
     def in_halves(self, layout: Layout) -> bool:
@@ -56,14 +56,14 @@ class LinearCompressor(Compressor):
         A non-finite sum reveals a non-finite gradient, or an overflow of the dtype that is sent.
         """
         del extra
-        code = self.encode(ops, gradient)
+        code = self.to_code(ops, gradient)
         total = yield Allreduce(code, context.prescale, context.postscale, donated=True)
-        return patterns.check_sum(ops, self.decode(ops, context.layout, total)), state
+        return patterns.check_sum(ops, self.from_code(ops, context.layout, total)), state
 
     def compress(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Return the code that stock Horovod allreduces, and the dtype to restore."""
         ops = ops_of(tensor)
-        return self.encode(ops, tensor), tensor.dtype
+        return self.to_code(ops, tensor), tensor.dtype
 
     def decompress(self, tensor: Tensor, context: Any) -> Tensor:
         """Restore the dtype after stock Horovod's allreduce."""

@@ -9,9 +9,10 @@ fit stay in the state.
 
 How long to wait is a trade. "largest", the default, waits for `PATIENCE` steps, with four levels
 an octave: sizes hardly ever change, and payloads are one and a half to three times what is sent.
-"latest" follows the last step alone, with sixteen levels an octave, and makes room for three
-quarters of what it needed: ranks and steps differ by so much, and room that a rank leaves free
-travels all the same. The last quarter of a rank that needs all waits, usually for one step.
+"latest" follows the last step alone, with sixteen levels an octave, and its capacity is three
+quarters of what that step needed: ranks and steps differ by so much, and unused capacity is
+transmitted too. A rank that needs the full size sends three quarters now, and the rest usually in
+the next step.
 
 The top level is *dense*: everything fits. It sends one small code per element and no index. If
 gathering these codes would bring a rank more bytes, the payload is *summed* instead: a float32

@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 from hvd_gradcomp.core import registry
-from hvd_gradcomp.core.collectives import Collective
+from hvd_gradcomp.core.collectives import Allgather, Allreduce, Collective, Switch
 from hvd_gradcomp.core.cost_model import Exchange, dense_exchange
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import BLOCK, Layout
@@ -161,6 +161,51 @@ class Compressor(ABC):
         `gradient` is [layout.size], zero outside the layers, and donated: the result may reuse it.
         The result is zero there too, since frontends reuse it for the next gradient.
         """
+
+    def decode(
+        self, ops: Ops, layout: Layout, payload: Tensor, step: int = 0, state: State | None = None
+    ) -> Tensor:
+        """Return the gradient that one payload stands for, [layout.size]; to look at it.
+
+        The method's program runs on one rank, and receives the payload twice: the mean of the two
+        is what the payload stands for. A method is decodable if it exchanges by one allgather, or
+        by one allreduce.
+
+        Args:
+            ops: the tensor operations; dynamic ones.
+            layout: of the bucket.
+            payload: what a rank hands to the collective.
+            step: in which it did so.
+            state: of the rank before that step, which is donated; by default the initial one, whose
+                capacity level is that of a first payload.
+
+        Raises:
+            ValueError: the payload means nothing without those of other ranks, or without another
+                payload of its own rank.
+            PayloadError: it is damaged, or of another method, layout, step or capacity level.
+        """
+        context = Context(layout, 0, 2, step, 1.0, 0.5)
+        state = self.start(ops, layout, 2) if state is None else state
+        extra = {"moment": ops.zeros((layout.size,))} if self.uses_moments else {}
+        gradient = ops.zeros((layout.size,))
+        program = _without_switches(self.aggregate(ops, context, gradient, state, **extra))
+        request = next(program)
+        if isinstance(request, (Allgather, Allreduce)):
+            gathers = isinstance(request, Allgather)
+            reply = ops.stack((payload, payload)) if gathers else payload * 1.0
+            try:
+                request = program.send(reply)
+            except StopIteration as done:
+                decoded, _ = done.value
+                return decoded
+            kinds = f"more than one collective, an {'allgather' if gathers else 'allreduce'} first"
+        else:
+            kinds = f"{type(request).__name__.lower()} first"
+        raise ValueError(
+            f"one payload cannot be decoded alone: the method exchanges by {kinds}, and its result "
+            f"needs what the other ranks send. Run all ranks with hvd_gradcomp.testing.World. It "
+            f"is {self}"
+        )
 
     def check(self, layout: Layout) -> None:
         """Raise a ValueError that names the layers if a bucket is larger than can be addressed."""
@@ -306,6 +351,20 @@ class Compressor(ABC):
             f"are. Change the import to `import hvd_gradcomp.{package} as hvd` and keep the rest. "
             f"Got {self}"
         )
+
+
+def _without_switches(program: Any) -> Generator[Any, Any, Any]:
+    """Yield a program's collectives; of a `Switch`, those of the branch that it chooses."""
+    reply = None
+    while True:
+        try:
+            request = program.send(reply)
+        except StopIteration as done:
+            return done.value
+        if isinstance(request, Switch):
+            reply = yield from _without_switches(request.branches[int(request.index)]())
+        else:
+            reply = yield request
 
 
 def _empty(state: State) -> bool:

@@ -6,7 +6,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from hvd_gradcomp.core.suggestions import did_you_mean
@@ -104,19 +104,30 @@ def skip_or_raise(nonfinite: Any, reason: str) -> None:
 
 
 def exchange(
-    what: str, *, initialized: bool, groups: Any, num_groups: int, op: Any, allowed: Collection[Any]
+    what: str,
+    *,
+    initialized: bool,
+    horovod_only: Mapping[str, Any],
+    op: Any,
+    allowed: Collection[Any],
+    unused: Collection[str] = (),
 ) -> None:
     """Refuse Horovod arguments that cannot work with compression, before anything is built.
 
     Args:
         what: the function that was called.
         initialized: whether `hvd.init()` was called.
-        groups, num_groups, op: as the user gave them.
+        horovod_only: arguments that Horovod's function has and ours does not.
+        op: as the user gave it.
         allowed: Average and Sum.
+        unused: names of such arguments that change nothing here, and so are accepted.
     """
+    for name in horovod_only:
+        if name not in ("groups", "num_groups", *unused):
+            raise TypeError(f"{what}() got an unexpected keyword argument {name!r}")
     if not initialized:
         raise ValueError(f"call hvd.init() before hvd.{what}(...)")
-    if groups is not None or num_groups:
+    if horovod_only.get("groups") is not None or horovod_only.get("num_groups"):
         raise ValueError(
             "groups= and num_groups= bypass compression and are refused: layers are already "
             "exchanged in buckets"

@@ -59,8 +59,8 @@ def bins_of(ops: Ops, rows: Tensor, valid: Tensor, bins: int) -> Tensor:
     span = high - low
     scale = ops.where(span > 0, bins / ops.where(span > 0, span, 1.0), 0.0)
     height = (rows - ops.reshape(low, (-1, 1))) * ops.reshape(scale, (-1, 1))
-    found = ops.minimum(ops.cast(ops.where(valid, height, 0.0), "int64"), bins - 1)
-    return ops.where(valid, found, -1)
+    bin_index = ops.minimum(ops.cast(ops.where(valid, height, 0.0), "int64"), bins - 1)
+    return ops.where(valid, bin_index, -1)
 
 
 def entropies(ops: Ops, cell: Tensor, cells: int, corrected: bool) -> Tensor:
@@ -330,7 +330,7 @@ class Probe:
             draft.unlink(missing_ok=True)
 
 
-def _samples(caller: str, layers: Sequence[Any], most: int) -> list[Sample]:
+def _samples(caller: str, layers: Sequence[Any], limit: int) -> list[Sample]:
     """Choose at most `most` elements of each layer.
 
     Raises:
@@ -347,7 +347,7 @@ def _samples(caller: str, layers: Sequence[Any], most: int) -> list[Sample]:
         )
     samples = []
     for name, size in zip(names, sizes):
-        stride = -(-size // most)
+        stride = -(-size // limit)
         while gcd(stride, size) > 1:
             stride += 1
         samples.append(Sample(name, size, stride))

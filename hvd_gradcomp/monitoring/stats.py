@@ -40,12 +40,11 @@ class CompressionStats:
         gradient_norm: L2 norm of an exchanged gradient. On PyTorch of the current `p.grad`, which
             between a step and the next backward is the optimizer's input; on TensorFlow of the
             last exchange that a `StatsWriter` has read. None if there is none.
-        seconds_waited: seconds, since this process made the optimizer, in which its steps stood
-            still for the data of exchanges: what neither backward nor `delay=` hides. What a rank
-            waits until others begin a step is not in it, nor what a GPU waits for while the host
-            goes on (NCCL). None on TensorFlow, whose graphs wait by themselves; for its
-            `LocalSteps` that of exchanges, compressing included. It does not count where readings
-            are compared.
+        seconds_waited: seconds, since this process made the optimizer, that steps waited for the
+            data of exchanges, hidden neither by backward nor by `delay=`. Excludes waiting for
+            slower ranks to start the step, and device-side waits (NCCL). None on TensorFlow, whose
+            graphs wait by themselves; for its `LocalSteps` the time of exchanges, compressing
+            included. Ignored by `==`.
     """
 
     steps: int = field(default=0, metadata=TOTAL)
@@ -94,7 +93,7 @@ class CompressionStats:
             if self.residual_ratio is not None:
                 rows["residual norm"] += f", {self.residual_ratio:.3g} times the gradient's"
         rows.update({f"{name} loss": f"{value:.3g}" for name, value in self.losses.items()})
-        lines = [f"{name:<15}  {said}" for name, said in rows.items()]
+        lines = [f"{name:<15}  {text}" for name, text in rows.items()]
         density = self.density
         if density:
             lines.append("elements sent, by layer:")

@@ -78,21 +78,21 @@ def compare(
         digest = row[differing[0]]
         if digest is not None:
             holders.setdefault(digest, []).append(rank)
-    most = max(holders.values(), key=len)
-    others = sorted(rank for some in holders.values() if some is not most for rank in some)
+    majority = max(holders.values(), key=len)
+    others = sorted(rank for some in holders.values() if some is not majority for rank in some)
     raise DivergedError(
         f"the ranks have diverged: after {steps} steps {names[differing[0]]} on {_listed(others)} "
-        f"is not what it is on {_listed(most)}; {len(differing)} of {len(names)} tensors differ. "
-        "Broadcast parameters and optimizer state before the first step, change them on all ranks "
-        "alike, and use the same processor and libraries on all hosts"
+        f"is not what it is on {_listed(majority)}; {len(differing)} of {len(names)} tensors "
+        "differ. Broadcast parameters and optimizer state before the first step, change them on "
+        "all ranks alike, and use the same processor and libraries on all hosts"
     )
 
 
 def sums_differ(sums: Mapping[int, int]) -> str:
     """Describe the error if ranks received different sums; `sums` has each rank's digest."""
     values = list(sums.values())
-    most = max(values, key=values.count)
-    others = [rank for rank, value in sums.items() if value != most]
+    common = max(values, key=values.count)
+    others = [rank for rank, value in sums.items() if value != common]
     return (
         f"what was added up in the exchange before is not the same on {_listed(others)} as on the "
         "other ranks, so replicas have diverged: a reply was damaged on its way. Load the last "

@@ -119,14 +119,14 @@ def _agreed(
     Raises:
         MismatchError: on all ranks, if it differs: some ranks would deadlock.
     """
-    own = _Roll(
+    own_roll = _Roll(
         [f"{v.dtype.name} {tuple(v.shape)}" for v in shared],
         [reducer.name for reducer in reducers],
         [repr(reducer.compressor) for reducer in reducers],
         [int(reducer.steps) for reducer in reducers],
         TITLES.number,
     )
-    rolls: list[_Roll] = gather_objects(own, _Roll, "gradcomp.broadcast.roll", process_set)
+    rolls: list[_Roll] = gather_objects(own_roll, _Roll, "gradcomp.broadcast.roll", process_set)
     first, *ranks = process_set.ranks or range(len(rolls))
     for rank, roll in zip(ranks, rolls[1:]):
         for ours, theirs, what in (

@@ -382,8 +382,10 @@ def _restored(
     exchanges = _exchanges(item)
     plan: list[tuple[Any, Any]] = []
     if ("exchange" in saved) != ("exchange" in exchanges):
-        there, here = ("", "not ") if "exchange" in saved else ("not ", "")
-        raise CheckpointError(f"its optimizer was {there}distributed, here it is {here}so")
+        kinds = ("a distributed", "plain") if "exchange" in saved else ("a plain", "distributed")
+        raise CheckpointError(
+            f"the checkpoint was saved with {kinds[0]} optimizer, but this optimizer is {kinds[1]}"
+        )
     for title, reducer in exchanges.items():
         if title not in saved:
             raise CheckpointError(f"{title} is not in it: it was saved without buffers=")

@@ -51,11 +51,11 @@ def check(reducer: GraphReducer, sources: Sequence[Any]) -> None:
         # A rank has the state of the buckets that it leads.
         parameters, rest = names[: len(reducer.layers)], iter(rows)
         rows_of_ranks = [
-            {name: next(rest) for name in (*parameters, *own)} for own in reducer.titles
+            {name: next(rest) for name in (*parameters, *titles)} for titles in reducer.titles
         ]
         known = list(dict.fromkeys(name for row in rows_of_ranks for name in row))
-        found = [[row.get(name) for name in known] for row in rows_of_ranks]
-        verify.compare(known, found, ranks, int(steps))
+        digests_by_rank = [[row.get(name) for name in known] for row in rows_of_ranks]
+        verify.compare(known, digests_by_rank, ranks, int(steps))
 
     if tf.executing_eagerly():
         compare(digests, reducer.steps)

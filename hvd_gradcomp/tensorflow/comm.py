@@ -24,9 +24,9 @@ class HorovodBackend:
         how, world = _how(name, group), group.size()
         size, dtype = tensor.shape.num_elements() or 0, tensor.dtype.name
         if goes_as_sum(size, dtype, world, mpi_ops.gloo_enabled()):
-            own = tf.bitcast(tf.reshape(tensor, (-1, 4)), tf.int32)
-            others = mpi_ops._allreduce(own, op=horovod.Sum, **how) - own
-            both = (own, others) if group.rank() == 0 else (others, own)
+            summand = tf.bitcast(tf.reshape(tensor, (-1, 4)), tf.int32)
+            others = mpi_ops._allreduce(summand, op=horovod.Sum, **how) - summand
+            both = (summand, others) if group.rank() == 0 else (others, summand)
             return tf.reshape(tf.bitcast(tf.stack(both), tf.uint8), (world, *tensor.shape))
         reply = mpi_ops.allgather(tensor, **how)
         same = assertion(
@@ -100,9 +100,9 @@ def gather_objects(item: Any, kind: Any, name: str, process_set: Any) -> list[An
         )
         return every.numpy()
 
-    def allgather(own: bytes) -> Iterator[bytes]:
-        lengths = gather(tf.constant([len(own)], tf.int32), "sz")
-        data, start = gather(tf.io.decode_raw(own, tf.uint8), "t").tobytes(), 0
+    def allgather(encoded: bytes) -> Iterator[bytes]:
+        lengths = gather(tf.constant([len(encoded)], tf.int32), "sz")
+        data, start = gather(tf.io.decode_raw(encoded, tf.uint8), "t").tobytes(), 0
         for length in lengths.tolist():
             yield data[start : start + length]
             start += length

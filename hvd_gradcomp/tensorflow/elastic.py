@@ -107,9 +107,9 @@ class Variables(ObjectState):
         for name, local in self._locals.items():
             setattr(self, name, local)
         kwargs = {name: item for name, item in kwargs.items() if name not in self._locals}
-        own = [] if optimizer is None else optimizer.variables
+        of_optimizer = [] if optimizer is None else optimizer.variables
         apart = [v for local in self._locals.values() for v in local.trained]
-        plain = {id(v): v for v in map(plain_variable, (*variables, *own, *apart))}
+        plain = {id(v): v for v in map(plain_variable, (*variables, *of_optimizer, *apart))}
         self._variables = [v for v in plain.values() if isinstance(v, tf.Variable)]
         self._distributed = distributed_in(optimizer)
         for reducer in self._reducers():
@@ -224,7 +224,7 @@ class Elastic(Membership, Variables):
                         horovod.size(),
                     )
         if hasattr(self._distributed, "own"):
-            self._distributed.own()
+            self._distributed.claim_state()
 
 
 class TensorFlowState(Elastic, _stock.TensorFlowState):

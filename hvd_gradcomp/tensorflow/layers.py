@@ -43,11 +43,11 @@ def named_layers(sources: Sequence[Any], names: Sequence[str | None] | None = No
 def with_kernels(layers: Sequence[Layer], sources: Sequence[Any]) -> list[Layer]:
     """Return the layers with `convolves` set for each source that a Keras layer holds."""
     kernels = _kernels([s for s, (_, shape, _) in zip(sources, layers) if len(shape) > 2])
-    found: list[Layer] = []
+    marked: list[Layer] = []
     for layer, source in zip(layers, sources):
         known = kernels.get(id(plain_variable(source)))
-        found.append(layer if known is None else Weight(*layer, convolves=known))
-    return found
+        marked.append(layer if known is None else Weight(*layer, convolves=known))
+    return marked
 
 
 @tf.autograph.experimental.do_not_convert
@@ -56,11 +56,11 @@ def _kernels(sources: Sequence[Any]) -> dict[int, bool]:
 
     Tapes and optimizers do not know layers, so all live layers are searched for them.
     """
-    found: dict[int, bool] = {}
+    convolving_kernels: dict[int, bool] = {}
     keras = sys.modules.get("keras")
     wanted = {id(plain_variable(source)) for source in sources}
     if keras is None or not wanted:
-        return found
+        return convolving_kernels
     for layer in live_callables(keras.layers.Layer):
         if getattr(layer, "_layers", None):
             continue  # a container's weights are its layers'
@@ -68,8 +68,8 @@ def _kernels(sources: Sequence[Any]) -> dict[int, bool]:
         for weight in () if known is None else getattr(layer, "weights", ()):
             place = id(plain_variable(weight))
             if place in wanted:
-                found[place] = known or found.get(place, False)
-    return found
+                convolving_kernels[place] = known or convolving_kernels.get(place, False)
+    return convolving_kernels
 
 
 def widened(layer: Layer) -> Layer:

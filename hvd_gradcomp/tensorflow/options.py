@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import horovod.tensorflow as horovod
@@ -13,6 +15,8 @@ from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.runtime import hierarchy
 from hvd_gradcomp.runtime.program_runner import HostPosition
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -36,25 +40,25 @@ class ExchangeOptions:
     rollback: bool = False
 
     def resolve_compressor(
-        self, compression: Any, what: str, groups: Any = None, num_groups: int = 0
+        self, compression: Any, what: str, horovod_only: Mapping[str, Any] = _NOTHING
     ) -> Compressor:
         """Return the compressor that `compression=` stands for; refuse what cannot work.
 
         Args:
             compression: as the user passed it.
             what: the function that was called.
-            groups, num_groups: as the user passed them.
+            horovod_only: arguments that Horovod's function has and ours does not.
 
         Raises:
             ValueError: Horovod is not initialised; groups or Adasum are asked for; an option is
                 unknown; hosts or Horovod are not as `hierarchical` needs them.
-            TypeError: `compression` is no compressor.
+            TypeError: `compression` is no compressor, or an argument is unknown.
         """
         validate.exchange(
             what,
             initialized=horovod.is_initialized(),
-            groups=groups,
-            num_groups=num_groups,
+            horovod_only=horovod_only,
+            unused=("device_dense", "device_sparse"),  # they place collectives, which ours does
             op=self.op,
             allowed=(horovod.Average, horovod.Sum),
         )

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_gradcomp.tensorflow import comm, stall_inspector
-from hvd_gradcomp.tensorflow.background import BackgroundCall
+from hvd_gradcomp.tensorflow.background_call import BackgroundCall
 
 
 class _PendingRows:

@@ -141,15 +141,15 @@ class SparseRows:
         if self._options.sparse_as_dense is not None or not new:
             return
         left_out, apart = set(planner.left_out), set(planner.apart)
-        own = [-1 if (n := sparse[p].values.shape[0]) is None else int(n) for p in new]
-        for place, rows in zip(new, zip(*gather(own, list[int]))):
+        row_counts = [-1 if (n := sparse[p].values.shape[0]) is None else int(n) for p in new]
+        for place, rows in zip(new, zip(*gather(row_counts, list[int]))):
             splits = self._participants.place is None and not planner.assigned[place].whole_model
             if replans and splits and min(rows) < 0:
                 apart.add(place)
                 continue
             self._decided.add(place)
-            most = self._most_rows(place, sparse[place])
-            gathered = replans and min(rows) >= 0 and max(rows) <= most
+            limit = self._most_rows(place, sparse[place])
+            gathered = replans and min(rows) >= 0 and max(rows) <= limit
             if gathered:
                 left_out.add(place)
             if self._participants.process_set.rank() == 0:
@@ -204,9 +204,9 @@ class SparseRows:
 
     def _choose(self, place: int, gradient: tf.IndexedSlices) -> tf.Tensor:
         """Return 1 if the rows are gathered in this step, else 0."""
-        most = self._most_rows(place, gradient)
+        limit = self._most_rows(place, gradient)
         choice = tf.identity(self._choices[place])
-        now = tf.where(self._rows[place] <= most, GATHERED, COMPRESSED)
+        now = tf.where(self._rows[place] <= limit, GATHERED, COMPRESSED)
         chosen = tf.where(choice == UNDECIDED, tf.cast(now, tf.int64), choice)
         self._chosen[place] = chosen
         return tf.cast(chosen == GATHERED, tf.int32)
@@ -231,8 +231,8 @@ class SparseRows:
 
         def gathered() -> Program:
             yield from ()
-            found = self.gather(place, gradient)
-            return (found.values, found.indices, *(x for _, x in leaves(state)))
+            rows = self.gather(place, gradient)
+            return (rows.values, rows.indices, *(x for _, x in leaves(state)))
 
         index = self._choose(place, gradient)
         values, indices, *kept = yield Switch(index, (compressed, gathered))

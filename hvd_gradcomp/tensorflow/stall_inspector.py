@@ -33,7 +33,7 @@ from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.runtime import stall_inspector
 from hvd_gradcomp.runtime.stall_inspector import DeadlockError, PendingOp
-from hvd_gradcomp.tensorflow.background import BackgroundCall
+from hvd_gradcomp.tensorflow.background_call import BackgroundCall
 from hvd_gradcomp.tensorflow.variables import new_variable
 
 __all__ = [

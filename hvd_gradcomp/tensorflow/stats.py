@@ -56,8 +56,8 @@ def reader_of(source: Any) -> Callable[[], CompressionStats]:
 
 def _stats_of_local_steps(local: LocalSteps) -> CompressionStats:
     parts, beside = map(stats_of, local.reducers), map(stats_of, local.others)
-    found = combined([*parts], [*beside], local.steps_made)
-    return replace(found, seconds_waited=local.seconds_waited)
+    stats = combined([*parts], [*beside], local.steps_made)
+    return replace(stats, seconds_waited=local.seconds_waited)
 
 
 def stats_of(reducer: GraphReducer) -> CompressionStats:

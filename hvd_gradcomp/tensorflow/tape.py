@@ -29,22 +29,19 @@ _warned: set[Compressor] = set()
 @tf.autograph.experimental.do_not_convert
 def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
     gradtape: tf.GradientTape,
-    device_dense: str = "",
-    device_sparse: str = "",
+    *,
     compression: Any = None,
     sparse_as_dense: bool | None = None,
     op: Any = horovod.Average,
     gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
     process_set: Any = horovod.global_process_set,
     scale_local_gradients: bool = True,
-    *,
     hierarchical: bool = False,
     moments: Sequence[Any] | None = None,
     nonfinite: str | None = None,
     loss_scale: Any = None,
     rollback: bool = True,
+    **horovod_only: Any,
 ) -> tf.GradientTape:
     """Wrap a tape so that `gradient` exchanges its results compressed.
 
@@ -62,14 +59,12 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
 
     Args:
         gradtape: the tape that recorded the forward pass.
-        device_dense, device_sparse: as in Horovod.
         compression: a compressor of this package, or Horovod's `Compression.none` or `.fp16`.
         sparse_as_dense: compress `IndexedSlices` as dense tensors (True), or gather their rows,
             uncompressed (False). None: whichever moves fewer bytes in the first step, layer by
             layer; rank 0 logs the choice, which is final.
         op: `hvd.Average` or `hvd.Sum`.
         gradient_predivide_factor: splits the averaging before and after the sum.
-        num_groups, groups: refused.
         process_set: the ranks that take part.
         scale_local_gradients: as in Horovod.
         hierarchical: reduce inside each host as dense tensors, and exchange compressed between
@@ -88,6 +83,8 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
             State is kept without it.
         rollback: keep the compressor's state before the last exchange until the next one, so that
             `discard_step` can restore it. It takes as much memory as that state; False saves that.
+        horovod_only: `num_groups` and `groups` are refused: layers are exchanged in buckets;
+            `device_dense` and `device_sparse` change nothing.
 
     Raises:
         ValueError: Horovod is not initialised; groups or Adasum are asked for; hosts or Horovod are
@@ -104,9 +101,7 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
         nonfinite=nonfinite,
         rollback=rollback,
     )
-    compressor = options.resolve_compressor(
-        compression, "DistributedGradientTape", groups, num_groups
-    )
+    compressor = options.resolve_compressor(compression, "DistributedGradientTape", horovod_only)
     if moments is None and getattr(compressor, "moments", "step") in ("sample", "microbatch"):
         raise ValueError(
             "the compressor needs moments= here: a tape sees neither samples nor micro-batches. "
@@ -119,8 +114,6 @@ def DistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
         )
     tape = horovod.DistributedGradientTape(
         gradtape,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
         sparse_as_dense=sparse_as_dense,
         op=op,
         gradient_predivide_factor=gradient_predivide_factor,
@@ -174,8 +167,8 @@ class TapeExchange:
     ) -> Any:
         """Return reduced gradients, nested like their sources; see `tf.GradientTape.gradient`."""
         nest, plain = self._begin(sources, unconnected_gradients)
-        found = self._stock.gradient(self._tape, target, plain, *arguments, **options)
-        reduced = self._with_zeros(found, plain)
+        gradients = self._stock.gradient(self._tape, target, plain, *arguments, **options)
+        reduced = self._with_zeros(gradients, plain)
         return reduced if nest is None else tf.nest.pack_sequence_as(nest, reduced)
 
     @tf.autograph.experimental.do_not_convert
@@ -257,48 +250,22 @@ def _refuse_jacobian(*arguments: Any, **options: Any) -> Any:
 
 @tf.autograph.experimental.do_not_convert
 def PartialDistributedGradientTape(  # noqa: N802 - the name that users of Horovod know
-    gradtape: tf.GradientTape,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = None,
-    sparse_as_dense: bool | None = None,
-    op: Any = horovod.Average,
-    gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
-    process_set: Any = horovod.global_process_set,
-    local_layers: Any = None,
-    scale_local_gradients: bool = True,
-    **options: Any,
+    gradtape: tf.GradientTape, *, local_layers: Any = None, **options: Any
 ) -> tf.GradientTape:
     """Wrap a tape like `DistributedGradientTape`, but leave some layers' gradients to their rank.
 
     Args:
-        gradtape, device_dense, device_sparse, compression: as there.
-        sparse_as_dense, op, gradient_predivide_factor, num_groups, groups, process_set: as there.
+        gradtape: as there.
         local_layers: one layer of Keras, or several, built.
-        scale_local_gradients: divide their gradients by the number of ranks, as averaging does
-            with those of other layers.
-        options: the other arguments of `DistributedGradientTape`.
+        options: the other arguments of `DistributedGradientTape`; `scale_local_gradients`, the
+            default, divides these layers' gradients by the number of ranks, as averaging does with
+            those of other layers.
 
     Raises:
         ValueError: as there; or `local_layers` is something else.
     """
     layers = layers_in(local_layers)
-    tape = DistributedGradientTape(
-        gradtape,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        op,
-        gradient_predivide_factor,
-        num_groups,
-        groups,
-        process_set,
-        scale_local_gradients,
-        **options,
-    )
+    tape = DistributedGradientTape(gradtape, **options)
     for variable in variables_of(layers):
         tape.register_local_source(variable)
     return tape
@@ -373,13 +340,13 @@ def microbatch_gradients(
     for piece in zip(*pieces):
         with tf.GradientTape() as tape:
             value = loss(*piece) / passes
-        found = [tf.convert_to_tensor(g) for g in tape.gradient(value, list(sources))]
+        of_piece = [tf.convert_to_tensor(g) for g in tape.gradient(value, list(sources))]
         total += value
         if gradients is None or squares is None:
-            gradients, squares = found, [g * g for g in found]
+            gradients, squares = of_piece, [g * g for g in of_piece]
         else:
-            gradients = [a + g for a, g in zip(gradients, found)]
-            squares = [s + g * g for s, g in zip(squares, found)]
+            gradients = [a + g for a, g in zip(gradients, of_piece)]
+            squares = [s + g * g for s, g in zip(squares, of_piece)]
     assert gradients is not None and squares is not None
     weight = weight_of_passes(passes, tf.cast(tf.shape(batch[0])[0], tf.float64))
     moments = []

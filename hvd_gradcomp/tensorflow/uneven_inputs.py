@@ -58,11 +58,13 @@ def join() -> tf.Tensor:
         done, pending = wait(pending, return_when=FIRST_COMPLETED)
         for future in done:
             future.result()
-    own = {_message_of(reducer) for reducer in reducers}
+    messages = {_message_of(reducer) for reducer in reducers}
     with explained("hvd.join()"):
-        gathered = gather_objects(sorted(own), list[_Message], "gradcomp.join.words", everywhere)
+        gathered = gather_objects(
+            sorted(messages), list[_Message], "gradcomp.join.words", everywhere
+        )
     # Reducers that only some ranks have, as of a model that the others have collected.
-    missing = {message for theirs in gathered for message in theirs} - own
+    missing = {message for theirs in gathered for message in theirs} - messages
     submitted = [_submit(*message) for message in sorted(missing)]
     taken = sum(future.result() for future in running)
     for future in submitted:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 _rank_local: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
-_own: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
+_per_rank: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
 _apart: weakref.WeakValueDictionary[int, tf.Variable] = weakref.WeakValueDictionary()
 
 
@@ -42,12 +42,12 @@ def keep_local(variable: tf.Variable) -> tf.Variable:
 
 def is_own(variable: Any) -> bool:
     """Return True if a parameter is trained on this rank alone; never save it for all."""
-    return _own.get(id(variable)) is variable
+    return _per_rank.get(id(variable)) is variable
 
 
 def keep_own(variable: tf.Variable) -> None:
     """Mark a parameter whose gradient is not exchanged."""
-    _own[id(variable)] = variable
+    _per_rank[id(variable)] = variable
 
 
 def is_apart(variable: Any) -> bool:

@@ -30,7 +30,7 @@ class GradScalerAdapter:
     """
 
     def __init__(self, scaler: Any = None) -> None:
-        self._given = scaler
+        self._explicit = scaler
         self.scaler: Any = None  # of the last step
         self._factor: Any = None  # the running step's loss scale
         self._inverse: Any = None
@@ -97,7 +97,7 @@ class GradScalerAdapter:
         Raises:
             RuntimeError: a scaler was found, but it is another optimizer's.
         """
-        if self._given is None and self.scaler is not None and not self._stage(optimizer):
+        if self._explicit is None and self.scaler is not None and not self._stage(optimizer):
             raise RuntimeError(
                 "a GradScaler had scaled a loss, so gradients were taken to be scaled, but it "
                 "does not step this optimizer: call scaler.step(optimizer), or pass scaler=False "
@@ -106,7 +106,7 @@ class GradScalerAdapter:
 
     def _noted(self) -> Any:
         """Return the scaler whose gradients arrive, if known; None or False for none."""
-        return next(reversed([*_scaling]), None) if self._given is None else self._given
+        return next(reversed([*_scaling]), None) if self._explicit is None else self._explicit
 
     def _stage(self, optimizer: torch.optim.Optimizer) -> str:
         """Return the scaler's stage for the optimizer; "" if not seen since the last update."""

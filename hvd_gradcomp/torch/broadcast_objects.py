@@ -100,19 +100,19 @@ def agreed(
             f"{what}: {one} does not take part. Name one of the ranks {ranks} as root, and call it "
             "on them alone"
         )
-    said, problem = None, None
+    info, problem = None, None
     try:
-        said = describe()
+        info = describe()
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     kinds = tuple[Optional[tuple[config_check.Description, kind]], Optional[str]]
-    everybody = dict(zip(ranks, gather_objects((said, problem), kinds, _NAME, process_set)))
-    problems = [f"rank {rank}: {said}" for rank, (_, said) in everybody.items() if said]
+    everybody = dict(zip(ranks, gather_objects((info, problem), kinds, _NAME, process_set)))
+    problems = [f"rank {rank}: {error}" for rank, (_, error) in everybody.items() if error]
     if problems:
         raise MismatchError(f"{what} has changed nothing: {'; '.join(problems[:4])}")
-    found = {rank: RankInfo(*said) for rank, (said, _) in everybody.items()}
-    config_check.agree([said.description for said in found.values()], ranks)
-    return found
+    infos = {rank: RankInfo(*fields) for rank, (fields, _) in everybody.items()}
+    config_check.agree([rank_info.description for rank_info in infos.values()], ranks)
+    return infos
 
 
 def _ranks(process_set: Any) -> list[int]:
@@ -197,12 +197,12 @@ def _fill(
         sizes = [view.numel() for view in views]
         piece = torch.cat(views) if root else views[0].new_empty(sum(sizes))
         loan = comm_horovod.broadcast(piece, root_rank, f"{_NAME}.{number}", process_set)
-        given = loan.wait()
-        if given.is_cuda:  # Horovod makes the default stream wait, not the one used here
-            here = torch.cuda.current_stream(given.device)
-            here.wait_stream(torch.cuda.default_stream(given.device))
+        received = loan.wait()
+        if received.is_cuda:  # Horovod makes the default stream wait, not the one used here
+            here = torch.cuda.current_stream(received.device)
+            here.wait_stream(torch.cuda.default_stream(received.device))
         if not root:
-            for view, value in zip(views, given.split(sizes)):
+            for view, value in zip(views, received.split(sizes)):
                 view.copy_(value)
     for x, whole in zip(tensors, wholes):
         if not root and not x.is_contiguous():
@@ -212,15 +212,15 @@ def _fill(
 def _pieces(sizes: Sequence[int], devices: Sequence[str]) -> Iterator[list[tuple[int, int, int]]]:
     """Yield the (place, start, end) cuts of each broadcast: up to `_PIECE` bytes of one device."""
     cuts: list[tuple[int, int, int]] = []
-    room = _PIECE
+    space = _PIECE
     for place, (size, device) in enumerate(zip(sizes, devices)):
         start = 0
         while start < size:
-            if cuts and (room == 0 or device != devices[cuts[-1][0]]):
+            if cuts and (space == 0 or device != devices[cuts[-1][0]]):
                 yield cuts
-                cuts, room = [], _PIECE
-            end = min(size, start + room)
+                cuts, space = [], _PIECE
+            end = min(size, start + space)
             cuts.append((place, start, end))
-            start, room = end, room - (end - start)
+            start, space = end, space - (end - start)
     if cuts:
         yield cuts

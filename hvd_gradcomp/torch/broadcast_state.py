@@ -83,19 +83,21 @@ def hand_out(
             # Those that were unfrozen since it was made, as in the run that saved.
             synchronizer.join_parameters()
         groups = [len(group["params"]) for group in optimizer.param_groups]
-        said = {f"parameter group {place}": f"{n} parameters" for place, n in enumerate(groups)}
-        return RankInfo(said, synchronizer and _exchange_of(synchronizer))
+        description = {
+            f"parameter group {place}": f"{n} parameters" for place, n in enumerate(groups)
+        }
+        return RankInfo(description, synchronizer and _exchange_of(synchronizer))
 
     everybody = broadcast_objects.agreed(
         "broadcast_optimizer_state", describe, Optional[_Exchange], root_rank, process_set
     )
-    steps = _steps_of_peers({rank: said.more for rank, said in everybody.items()}, root_rank)
+    steps = _steps_of_peers({rank: info.more for rank, info in everybody.items()}, root_rank)
     others = [rank for rank, made in steps.items() if made != steps[root_rank]]
     here = horovod.rank()
     nest = None
     if here == root_rank:
-        held = synchronizer and _held(synchronizer.reducer)
-        nest = {"plain": plain_state(optimizer), "exchange": held}
+        exchange = synchronizer and _shared_state(synchronizer.reducer)
+        nest = {"plain": plain_state(optimizer), "exchange": exchange}
     nest = broadcast_objects.from_root(nest, root_rank, process_set)
     if here != root_rank:
         _put(optimizer, nest["plain"])
@@ -122,22 +124,22 @@ def hand_out_rounds(
     parameters.
     """
     names = [name for reducer in optimizer.reducers for name, _, _ in reducer.planner.layers]
-    said = RankInfo({"optimizer": type(optimizer).__name__, "parameters": ", ".join(names)})
+    info = RankInfo({"optimizer": type(optimizer).__name__, "parameters": ", ".join(names)})
     broadcast_objects.agreed(
-        "broadcast_optimizer_state", lambda: said, Optional[int], root_rank, process_set
+        "broadcast_optimizer_state", lambda: info, Optional[int], root_rank, process_set
     )
-    given = optimizer.common_state_dict() if horovod.rank() == root_rank else None
-    optimizer.load_state_dict(broadcast_objects.from_root(given, root_rank, process_set))
+    state = optimizer.common_state_dict() if horovod.rank() == root_rank else None
+    optimizer.load_state_dict(broadcast_objects.from_root(state, root_rank, process_set))
 
 
 def hand_out_plain(optimizer: torch.optim.Optimizer, root_rank: int, process_set: Any) -> None:
     """Broadcast the state of the wrapped optimizer, without that of its exchange."""
     here = horovod.rank() == root_rank
-    given = broadcast_objects.from_root(
+    state = broadcast_objects.from_root(
         plain_state(optimizer) if here else None, root_rank, process_set
     )
     if not here:
-        _put(optimizer, given)
+        _put(optimizer, state)
     wrapping = distributed(optimizer)
     if wrapping is not None:
         wrapping.retake_momentum()
@@ -194,28 +196,28 @@ def plain_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return optimizer.state_dict() if wrapping is None else wrapping.plain_state_dict()
 
 
-def _put(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
+def _put(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """Replace the optimizer's state and options, in place.
 
     `load_state_dict` would cast to the parameter's dtype and make new groups, unknown to a
     scheduler of the wrapped optimizer.
     """
     number: dict[Any, Any] = {}
-    for mine, theirs in zip(optimizer.param_groups, given["param_groups"]):
-        number.update(zip(theirs["params"], mine["params"]))
+    for group, theirs in zip(optimizer.param_groups, saved["param_groups"]):
+        number.update(zip(theirs["params"], group["params"]))
         for key, value in theirs.items():
             if key == "params":
                 continue
-            if isinstance(value, torch.Tensor) and isinstance(mine.get(key), torch.Tensor):
-                mine[key].copy_(value)  # a graph that was captured reads it there
+            if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(value)  # a graph that was captured reads it there
             else:
-                mine[key] = value
+                group[key] = value
     optimizer.state.clear()
-    for key, held in given["state"].items():
+    for key, values in saved["state"].items():
         p = number.get(key, key)
-        if isinstance(held, dict) and isinstance(p, torch.Tensor):
-            held = {name: _beside(p, x) for name, x in held.items()}
-        optimizer.state[p] = held
+        if isinstance(values, dict) and isinstance(p, torch.Tensor):
+            values = {name: _beside(p, x) for name, x in values.items()}
+        optimizer.state[p] = values
 
 
 def _beside(p: torch.Tensor, x: Any) -> Any:
@@ -239,15 +241,15 @@ def _zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | N
 
 
 def _exchange_of(synchronizer: GradSynchronizer) -> _Exchange:
-    said, reducer = synchronizer.check.description(), synchronizer.reducer
+    description, reducer = synchronizer.check.description(), synchronizer.reducer
     if reducer.planner.compressor.needs_execution_order:
-        del said["buckets"]  # they follow from the order of use, which is handed out
+        del description["buckets"]  # they follow from the order of use, which is handed out
     process_set = reducer.participants.process_set
     ranks = tuple(process_set.ranks or range(process_set.size()))
-    return _Exchange(said, ranks, reducer.steps)
+    return _Exchange(description, ranks, reducer.steps)
 
 
-def _held(reducer: Reducer) -> dict[str, Any]:
+def _shared_state(reducer: Reducer) -> dict[str, Any]:
     """Return the exchange state that this rank can broadcast."""
     wait_for_copies(reducer.buckets)
     planner, (seat, _) = reducer.planner, reducer.participants.rank_and_size
@@ -291,12 +293,12 @@ def _keeps_alone(bucket: Bucket, steps: int) -> bool:
     )
 
 
-def _take(reducer: Reducer, given: dict[str, Any], keeps: bool, all_keep: bool) -> list[Compressor]:
+def _take(reducer: Reducer, saved: dict[str, Any], keeps: bool, all_keep: bool) -> list[Compressor]:
     """Load the root's exchange state.
 
     Args:
-        reducer: of this rank, which may be the root.
-        given: the root's state.
+        reducer: this rank may be the root.
+        saved: the root's state.
         keeps: this rank keeps its own state.
         all_keep: all ranks keep theirs.
 
@@ -304,18 +306,18 @@ def _take(reducer: Reducer, given: dict[str, Any], keeps: bool, all_keep: bool) 
         Compressors that retrain, because the rank that had learned for all loses its state.
     """
     planner, ranks = reducer.planner, reducer.participants.rank_and_size[1]
-    if given["ordered"]:
-        planner.reorder(given["order"])
+    if saved["ordered"]:
+        planner.reorder(saved["order"])
     elif planner.compressor.needs_execution_order:
         if planner.ordered:
             planner.unorder()
-        planner.order = list(given["order"])
-    reducer.steps = given["steps"]
+        planner.order = list(saved["order"])
+    reducer.steps = saved["steps"]
     if not keeps:
-        reducer.traffic.totals = given["counted"]
+        reducer.traffic.totals = saved["counted"]
     anew: dict[Compressor, None] = {}
-    for bucket, fields in zip(reducer.buckets, given["buckets"]):
-        one, steps, seat = bucket.compressor, reducer.steps, given["seat"]
+    for bucket, fields in zip(reducer.buckets, saved["buckets"]):
+        one, steps, seat = bucket.compressor, reducer.steps, saved["seat"]
         # With hosts the root does not lead all buckets: those who do have it in common, or begin.
         stays = keeps and (fields is not None or all_keep)
         _fill(reducer, bucket, fields or {}, seat, stays)

@@ -10,15 +10,13 @@
 
     train(state)
 
-How. Until `run` a process is a group of its own. Then processes meet (`rendezvous`), and connect
-anew each time that one is lost or waits to join; `train` is called again. The exchange that failed
-is made again with those that are left: a rank that was lost takes its own local steps with it, and
-no one else's.
+Until `run` each process is a group by itself. Then processes meet (`rendezvous`), and reconnect
+each time that one is lost or waits to join; `train` is called again. The exchange that failed is
+repeated among the survivors: a lost rank loses its own local steps, and no one else's.
 
-An exchange may have ended on some ranks and failed on others. So ranks confirm to each other that
-they have a result before any of them applies it. If one is lost meanwhile, either some rank has
-applied it, then all have it and apply it too; or none has, then all go back to before it, to the
-bit.
+An exchange may succeed on some ranks and fail on others. So ranks confirm to each other that they
+have a result before any of them applies it. If a rank is lost meanwhile: if any survivor applied
+the result, all apply it; otherwise all roll back, bit-exactly.
 """
 
 from __future__ import annotations

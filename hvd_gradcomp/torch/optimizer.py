@@ -42,11 +42,9 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     backward_passes_per_step: int = 1,
     op: Any = horovod.Average,
     gradient_predivide_factor: float = 1.0,
-    num_groups: int = 0,
-    groups: Any = None,
+    *,
     sparse_as_dense: bool | None = None,
     process_set: Any = horovod.global_process_set,
-    *,
     batch_size: int | None = None,
     bucket_bytes: int | None = None,
     hierarchical: bool = False,
@@ -55,6 +53,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     scaler: Any = None,
     verify_every: int = 0,
     _claims: bool = True,  # False for a part of another exchange, which claims the parameters
+    **horovod_only: Any,
 ) -> torch.optim.Optimizer:
     """Wrap an optimizer so that gradients are exchanged compressed before each step.
 
@@ -82,7 +81,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         op: `hvd.Average` or `hvd.Sum`.
         gradient_predivide_factor: splits the averaging before and after the sum; with
             compressors that gather, only the product counts.
-        num_groups, groups: refused. Buckets already group the layers, see `bucket_bytes`.
         sparse_as_dense: with False Horovod gathers the rows of sparse gradients, uncompressed, in
             addition to a bucket with zeros in their place. None, like True, compresses them as
             dense ones, which moves fewer bytes, and logs that once; in `p.grad` they are sparse
@@ -111,6 +109,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         scaler: the `torch.amp.GradScaler` that scales the loss. Usually not needed: None takes the
             last one that has scaled a loss since its last update. False for no scaler.
         verify_every: `verify` the optimizer after every so many steps; 0 for never.
+        horovod_only: `num_groups` and `groups` are refused: buckets already group the layers, see
+            `bucket_bytes`.
 
     Returns:
         An instance of the optimizer's class, as Horovod makes it. If several optimizers train a
@@ -139,8 +139,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     validate.exchange(
         "DistributedOptimizer",
         initialized=horovod.is_initialized(),
-        groups=groups,
-        num_groups=num_groups,
+        horovod_only=horovod_only,
         op=op,
         allowed=(horovod.Average, horovod.Sum),
     )

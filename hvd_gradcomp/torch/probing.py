@@ -162,9 +162,9 @@ def _ranks_of(process_set: Any) -> _Ranks | None:
         ValueError: neither library is initialized.
     """
     of_horovod = hasattr(process_set, "process_set_id")
-    found = "horovod.torch" in sys.modules
-    horovod: Any = import_module("horovod.torch") if found else None
-    started = found and getattr(horovod, "is_initialized", bool)()
+    imported = "horovod.torch" in sys.modules
+    horovod: Any = import_module("horovod.torch") if imported else None
+    started = imported and getattr(horovod, "is_initialized", bool)()
     if started and (of_horovod or process_set is None):
         return _in_horovod(horovod, process_set or horovod.global_process_set)
     if not of_horovod and dist.is_available() and dist.is_initialized():
@@ -196,7 +196,7 @@ def _in_torch(process_group: Any) -> _Ranks:
     transport = C10dBackend(group, "probe")
 
     def total(request: Allreduce) -> torch.Tensor:
-        there = request._replace(tensor=request.tensor.to(group.device))
-        return transport.wait(transport.allreduce(there, "probe", group)).to(_HOST)
+        on_device = request._replace(tensor=request.tensor.to(group.device))
+        return transport.wait(transport.allreduce(on_device, "probe", group)).to(_HOST)
 
     return _Ranks(group, total)

@@ -3,9 +3,10 @@
 The store is a `TCPStore` in a process of its own: `hvd-gradcomp rendezvous`. A *generation* is a
 list of processes, in the order of their ranks. A process that wants to be in the next one says so
 in the store: it joins, or it was in the last one and has lost a rank. The first living of these
-proposes the list, once all processes of the last generation are there, have left or are silent; one
-compare-and-set decides. Silent is who has not counted up a number in the store while another has
-looked several times: no clocks of hosts are compared, and one that was stopped itself looks again.
+proposes the list, once all processes of the last generation have arrived, have left or are silent;
+one compare-and-set decides. A process is considered silent when its heartbeat counter has not
+changed over several polls. No clocks are compared, and a process that was suspended polls again
+before it judges others.
 
 `torch.distributed.elastic`'s `DynamicRendezvousHandler` runs in a worker as well, and agrees in the
 same cases. It looks once a second, waits for more ranks each time, and compares clocks of hosts.
@@ -180,8 +181,10 @@ class Rendezvous:
             self._pulse.watch({*arrived, *before})
             here = [p for p in arrived if not self._pulse.silent(p)]
             gone = {p: self.leave_notice(p) for p in before if p not in here}
-            awaited = [p for p, said in gone.items() if said is None and not self._pulse.silent(p)]
-            finished = sum(said is not None and said.finished for said in gone.values())
+            awaited = [
+                p for p, notice in gone.items() if notice is None and not self._pulse.silent(p)
+            ]
+            finished = sum(notice is not None and notice.finished for notice in gone.values())
             first = not any(p in here for p in before)
             if first and finished and not awaited:
                 raise RendezvousError(
@@ -227,16 +230,16 @@ class Rendezvous:
     def _processes(self, number: int) -> list[str]:
         if number < 1:
             return []
-        said: list[str] = typed_json.loads(self._store.get(f"{number}/processes"), list[str])
-        return said
+        processes: list[str] = typed_json.loads(self._store.get(f"{number}/processes"), list[str])
+        return processes
 
     def _arrivals(self, number: int) -> list[str]:
-        count, found = self._store.add(f"{number}/arrivals", 0), []
+        count, processes = self._store.add(f"{number}/arrivals", 0), []
         for place in range(1, count + 1):
             key = f"{number}/arrival/{place}"
             if self._store.check([key]):  # else it is about to say who it is, or died there
-                found.append(self._store.get(key).decode())
-        return list(dict.fromkeys(found))
+                processes.append(self._store.get(key).decode())
+        return list(dict.fromkeys(processes))
 
     @property
     def called(self) -> bool:
@@ -269,9 +272,9 @@ class Rendezvous:
         """Return the last words of a process; None if it has not left."""
         if not self._store.check([f"left/{process}"]):
             return None
-        said = typed_json.loads(self._store.get(f"left/{process}"), Optional[LeaveNotice])
-        assert said is None or isinstance(said, LeaveNotice)
-        return said
+        notice = typed_json.loads(self._store.get(f"left/{process}"), Optional[LeaveNotice])
+        assert notice is None or isinstance(notice, LeaveNotice)
+        return notice
 
 
 class _Pulse:
@@ -335,8 +338,8 @@ def serve(host: str, port: int) -> dist.TCPStore:
     Raises:
         OSError: this machine has no such address, or the port is taken.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, *_, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, *_, address = min(addresses, key=lambda each: each[0] != socket.AF_INET)
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # "::" is for IPv4 as well
     with socket.create_server(address[:2], family=family, dualstack_ipv6=both) as listener:
         free = listener.getsockname()[1]

@@ -134,7 +134,7 @@ def _filled(outline: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
-    return found
+    return dtype

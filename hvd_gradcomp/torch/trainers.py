@@ -160,10 +160,10 @@ class CompressedTraining:
     def statistics(self) -> dict[str, float]:
         """Return scalars of the steps since the last call."""
         now = self.state.stats()
-        found = scalars(now - self._logged)
+        values = scalars(now - self._logged)
         self._logged = now
         named = {f"compression/{name}" for name in _LOGGED}
-        return {k: v for k, v in found.items() if k in named or k.startswith("compression/loss/")}
+        return {k: v for k, v in values.items() if k in named or k.startswith("compression/loss/")}
 
     def load(self, saved: dict[str, Any] | None, origin: str) -> None:
         """Load this rank's state, if all ranks have one.
@@ -177,12 +177,12 @@ class CompressedTraining:
         """
         self._logged = self.state.stats()
         group = ProcessGroup(getattr(self._model, "process_group", None))
-        found = group.gather_objects(saved is not None, bool)
-        if saved is not None and all(found):
+        has_state = group.gather_objects(saved is not None, bool)
+        if saved is not None and all(has_state):
             self.state.load_state_dict(saved)
             self._logged = self.state.stats()
-        elif any(found):
-            without = ", ".join(str(r) for r, there in zip(group.ranks, found) if not there)
+        elif any(has_state):
+            without = ", ".join(str(r) for r, present in zip(group.ranks, has_state) if not present)
             raise CheckpointError(
                 f"{origin} has no compressor state of rank {without}, but of others: restore what "
                 "is missing, or remove all of it and lose what the compressors had kept"
@@ -397,10 +397,10 @@ def _into_transformers(trainer: Any, training: CompressedTraining) -> None:
             del args, control
             logs = named.get("logs")
             if state.is_world_process_zero and logs is not None and "loss" in logs:
-                found = training.statistics()
-                logs.update(found)
+                statistics = training.statistics()
+                logs.update(statistics)
                 if state.log_history:
-                    state.log_history[-1].update(found)
+                    state.log_history[-1].update(statistics)
 
     trainer.add_callback(Compression())
     # Before those that print and write what is logged.
@@ -418,7 +418,7 @@ def _into_lightning(trainer: Any, training: CompressedTraining, callback: Any) -
             resumes = not training.begun and trainer.global_step > 0
             training.begin(trainer.strategy.model, getattr(trainer.strategy, "device_mesh", None))
             if resumes or self.loaded is not None:
-                training.load(self.mine(self.loaded or []), "the checkpoint")
+                training.load(self.of_this_rank(self.loaded or []), "the checkpoint")
             self.loaded = None
 
         def on_train_batch_start(
@@ -433,7 +433,7 @@ def _into_lightning(trainer: Any, training: CompressedTraining, callback: Any) -
                     if isinstance(module, _FSDPModule):
                         module.set_requires_all_reduce(last, recurse=False)
 
-        def mine(self, states: list[Any]) -> Any:
+        def of_this_rank(self, states: list[Any]) -> Any:
             if states and len(states) != dist.get_world_size():
                 raise CheckpointError(
                     f"the checkpoint has compressor states of {len(states)} ranks, and here are "

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hvd_gradcomp.algorithms.chunked_topk import ChunkedTopKCompressor
 from hvd_gradcomp.algorithms.narrow import Int8Compressor
 from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.tuning.advice import WORTH, Span
+from hvd_gradcomp.tuning.recommend import WORTH, Span
 
 
 class Setting(NamedTuple):

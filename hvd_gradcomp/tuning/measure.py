@@ -239,9 +239,9 @@ class Exchange(ABC):
         """Time one exchange; all ranks begin together."""
         horovod.barrier()
         start = time.perf_counter()
-        given, waited = self.perform(gradients)
+        submitted, waited = self.perform(gradients)
         took = time.perf_counter() - start
-        return Times(given - start, waited, took - waited - (given - start), slowest(took))
+        return Times(submitted - start, waited, took - waited - (submitted - start), slowest(took))
 
 
 class DenseExchange(Exchange):
@@ -252,10 +252,10 @@ class DenseExchange(Exchange):
             horovod.allreduce_async_(g, name=f"dense.{place}")
             for place, g in reversed(list(enumerate(gradients)))
         ]
-        given = time.perf_counter()
+        submitted = time.perf_counter()
         for handle in handles:
             horovod.synchronize(handle)
-        return given, time.perf_counter() - given
+        return submitted, time.perf_counter() - submitted
 
 
 class CompressedExchange(Exchange):
@@ -294,13 +294,13 @@ class CompressedExchange(Exchange):
         _begin(reducer)
         for p, gradient in zip(reversed(self._parameters), reversed(gradients)):
             reducer.mark_ready(p, gradient)
-        given = time.perf_counter()
+        submitted = time.perf_counter()
         run_until_done([self._transport.timed(reducer.programs.poll_all())], pauses())
         reducer.finish_exchange()
         for p in self._parameters:
             reducer.reduced_grad(p)
         reducer.finish_step()
-        return given, self._transport.waited - before
+        return submitted, self._transport.waited - before
 
     def _squares(self) -> Sequence[torch.Tensor]:
         return () if self._source is None else self._source.squares
@@ -336,13 +336,13 @@ class Row:
         return statistics.median(getattr(t, part) for t in self.times)
 
 
-def measure(way: Exchange, gradients: Gradients, rounds: int, warm_up: int = 0) -> Row:
+def measure(method: Exchange, gradients: Gradients, rounds: int, warm_up: int = 0) -> Row:
     """Measure rounds of a method, after a warm-up that is not counted; all ranks call it."""
     for _ in range(warm_up):
-        way.run(gradients.draw())
-    before, row = way.stats(), Row(bytes_sent=4.0 * gradients.elements)
-    row.times = [way.run(gradients.draw()) for _ in range(rounds)]
-    after = way.stats()
+        method.run(gradients.draw())
+    before, row = method.stats(), Row(bytes_sent=4.0 * gradients.elements)
+    row.times = [method.run(gradients.draw()) for _ in range(rounds)]
+    after = method.stats()
     if after is not None and before is not None:
         span = after - before
         row.bytes_sent, row.element_ratio = span.bytes_sent / rounds, span.element_ratio
@@ -420,7 +420,7 @@ class _Leader(int):
         return False
 
 
-class _Imagined:
+class _ImaginedRanks:
     """Imaginary process set of a given size that includes this rank."""
 
     ranks = None
@@ -438,7 +438,7 @@ class _Imagined:
         return True
 
 
-class _Answered(NamedTuple):
+class _Reply(NamedTuple):
     """Handle of a collective that has completed already."""
 
     reply: torch.Tensor
@@ -447,7 +447,7 @@ class _Answered(NamedTuple):
         return True
 
 
-class _Echo:
+class _FakeTransport:
     """Transport that immediately returns this rank's own payloads.
 
     Args:
@@ -455,7 +455,7 @@ class _Echo:
         ranks: number of ranks.
 
     Attributes:
-        asked: (kind, bytes) of the collectives since the last call of `take`.
+        requests: (kind, bytes) of the collectives since the last call of `take`.
         waited: seconds in which replies were made.
     """
 
@@ -465,13 +465,13 @@ class _Echo:
 
     def __init__(self, compressor: Compressor, ranks: int) -> None:
         self.name, self._compressor, self._ranks = TITLES.take(), compressor, ranks
-        self.asked: list[tuple[str, float]] = []
+        self.requests: list[tuple[str, float]] = []
         self.waited = 0.0
 
     def take(self) -> list[tuple[str, float]]:
-        """Return the collectives that were asked for, and forget them."""
-        asked, self.asked = self.asked, []
-        return asked
+        """Return the requested collectives, and forget them."""
+        taken, self.requests = self.requests, []
+        return taken
 
     def check(self, named_parameters: Any) -> None:
         """Do nothing: all tensors stay here."""
@@ -485,30 +485,30 @@ class _Echo:
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         return row.expand(self._ranks, *row.shape)
 
-    def _answer(self, kind: str, tensor: torch.Tensor, copies: int = 0) -> _Answered:
-        self.asked.append((kind, float(tensor.numel() * tensor.element_size())))
-        return _Answered(tensor.expand(copies, *tensor.shape) if copies else tensor)
+    def _answer(self, kind: str, tensor: torch.Tensor, copies: int = 0) -> _Reply:
+        self.requests.append((kind, float(tensor.numel() * tensor.element_size())))
+        return _Reply(tensor.expand(copies, *tensor.shape) if copies else tensor)
 
-    def allgather(self, tensor: torch.Tensor, name: str, group: Any) -> _Answered:
+    def allgather(self, tensor: torch.Tensor, name: str, group: Any) -> _Reply:
         return self._answer("allgather", tensor, self._ranks)
 
-    def allreduce(self, request: Allreduce, name: str, group: Any) -> _Answered:
+    def allreduce(self, request: Allreduce, name: str, group: Any) -> _Reply:
         half = request.tensor.dtype in (torch.float16, torch.bfloat16)
         return self._answer("allreduce16" if half else "allreduce", request.tensor)
 
-    def alltoall(self, tensor: torch.Tensor, name: str, group: Any) -> _Answered:
+    def alltoall(self, tensor: torch.Tensor, name: str, group: Any) -> _Reply:
         return self._answer("alltoall", tensor)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: Any) -> _Answered:
+    def broadcast(self, tensor: torch.Tensor, root: int, name: str, group: Any) -> _Reply:
         return self._answer("broadcast", tensor)
 
-    def gather(self, request: Gather, name: str, group: Any) -> _Answered:
+    def gather(self, request: Gather, name: str, group: Any) -> _Reply:
         raise UnmeasurableError(
             f"{type(self._compressor).__name__}: its ranks have different parts to play, so what "
             "it takes cannot be measured by one rank alone"
         )
 
-    def wait(self, pending: _Answered) -> torch.Tensor:
+    def wait(self, pending: _Reply) -> torch.Tensor:
         start = time.perf_counter()
         reply = pending.reply.clone()
         self.waited += time.perf_counter() - start
@@ -524,8 +524,8 @@ def _cost(bucket: Bucket, work: Sequence[float], asks: Any, ready: Mapping[str, 
         asks: its collectives.
         ready: when the gradient of each layer is there.
     """
-    asked = getattr(bucket.compressor, "exchange", "auto") != "auto"  # chosen by the user
-    dense = math.inf if asked else 4.0 * bucket.layout.elements
+    chosen = getattr(bucket.compressor, "exchange", "auto") != "auto"  # chosen by the user
+    dense = math.inf if chosen else 4.0 * bucket.layout.elements
     return Cost(max(ready[name] for name in bucket.layout.names), tuple(work), tuple(asks), dense)
 
 
@@ -563,11 +563,11 @@ def alone(
         UnmeasurableError: the compressor does not take these layers, or its ranks have different
             roles (a parameter server).
     """
-    transport = _Echo(compressor, ranks)
+    transport = _FakeTransport(compressor, ranks)
     squares = gradients.squares
-    reducer = reducer_of(compressor, gradients.layers, transport, _Imagined(ranks), squares)
+    reducer = reducer_of(compressor, gradients.layers, transport, _ImaginedRanks(ranks), squares)
     parameters, names = reducer.planner.ordered_parameters, reducer.planner.names
-    there = dict(zip(names.values(), ready or [0.0] * len(parameters)))
+    ready_at = dict(zip(names.values(), ready or [0.0] * len(parameters)))
     costs = []
     before = reducer.stats()
     for turn in range(warm_up + rounds):
@@ -597,7 +597,7 @@ def alone(
             reducer.reduced_grad(p)
         reducer.finish_step()
         if turn >= warm_up:
-            costs.append([_cost(b, work[b.name], asks[b.name], there) for b in reducer.buckets])
+            costs.append([_cost(b, work[b.name], asks[b.name], ready_at) for b in reducer.buckets])
     return Alone(costs, (reducer.stats() - before).element_ratio)
 
 

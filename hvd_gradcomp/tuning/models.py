@@ -90,11 +90,11 @@ def optimizer_of(name: str) -> torch.optim.Optimizer:
         ModelError: `torch.optim` has none of that name.
     """
     kinds = {
-        kind.lower(): found
-        for kind, found in vars(torch.optim).items()
-        if isinstance(found, type)
-        and issubclass(found, torch.optim.Optimizer)
-        and found is not torch.optim.Optimizer
+        kind.lower(): optimizer
+        for kind, optimizer in vars(torch.optim).items()
+        if isinstance(optimizer, type)
+        and issubclass(optimizer, torch.optim.Optimizer)
+        and optimizer is not torch.optim.Optimizer
     }
     if name.lower() not in kinds:
         nearest, listed = did_you_mean(name, kinds) or ";", ", ".join(sorted(kinds))
@@ -123,15 +123,15 @@ def _factory(name: str) -> Any:
             f"no model {name!r}{nearest} There are {', '.join(BUILT_IN)}, and module:factory"
         )
     try:
-        found = validate.attribute(name, "factory")
+        factory = validate.attribute(name, "factory")
     except validate.NoSuchNameError as error:
         raise ModelError(str(error)) from error
-    if inspect.isbuiltin(found) or not callable(found) or not _takes_nothing(found):
+    if inspect.isbuiltin(factory) or not callable(factory) or not _takes_nothing(factory):
         raise ModelError(
             f"{name} is no function that can be called without arguments; write one, in Python, "
             "that returns a torch.nn.Module, or (module, loss)"
         )
-    return found
+    return factory
 
 
 def _takes_nothing(function: Callable[..., Any]) -> bool:

@@ -57,15 +57,17 @@ def main() -> None:
     )
     parser.add_argument("--folder", help="where chaos.json goes; what is not run stays")
     parser.add_argument("--show", metavar="JSON", help="prints what was measured before")
-    given = parser.parse_args()
-    if given.show:
-        print(outcomes.table(json.loads(Path(given.show).read_text())["parts"]), end="")
+    options = parser.parse_args()
+    if options.show:
+        print(outcomes.table(json.loads(Path(options.show).read_text())["parts"]), end="")
         return
     logging.getLogger("hvd_gradcomp").setLevel(logging.ERROR)
-    measured = {name: run(name, given.seed, given.share, given.only) for name in given.parts}
+    measured = {
+        name: run(name, options.seed, options.share, options.only) for name in options.parts
+    }
     print(outcomes.table(measured), end="")
-    if given.folder:
-        path = Path(given.folder, "chaos.json")
+    if options.folder:
+        path = Path(options.folder, "chaos.json")
         path.parent.mkdir(parents=True, exist_ok=True)
         before = json.loads(path.read_text())["parts"] if path.exists() else {}
         merged = before | {n: outcomes.renewed(before.get(n), p) for n, p in measured.items()}
@@ -85,7 +87,7 @@ def run(name: str, seed: int, share: float, only: list[str]) -> dict[str, object
         inputs.append(one)
         if one.outcome in outcomes.BAD:
             print(
-                f"{one.outcome}: {one.where}, {one.attack}, {one.case}: {one.said[:300]}",
+                f"{one.outcome}: {one.where}, {one.attack}, {one.case}: {one.message[:300]}",
                 flush=True,
             )
     seconds = round(time.monotonic() - begun)

@@ -89,16 +89,16 @@ def flipped(folder: Path) -> str:
     """Every rank reads all files, so one of them damages what both then load."""
     training, dice, red = Training(), random.Random(1), 0
     for mode in ("sharded", "consolidated"):
-        there = folder / mode
-        training.save(there, mode)
+        saved_in = folder / mode
+        training.save(saved_in, mode)
         for _ in range(FLIPS):
-            files = sorted(p for p in there.rglob("*") if p.is_file() and p.stat().st_size)
+            files = sorted(p for p in saved_in.rglob("*") if p.is_file() and p.stat().st_size)
             (path,) = dice.choices(files, [p.stat().st_size for p in files])
             was = path.read_bytes()
             damaged, bit = bytearray(was), dice.randrange(8 * len(was))
             damaged[bit // 8] ^= 1 << bit % 8
             written(path, damaged)
-            red += set(hvd.allgather_object(training.load(there))) != {"CheckpointError"}
+            red += set(hvd.allgather_object(training.load(saved_in))) != {"CheckpointError"}
             written(path, was)
     return f"{red} of {2 * FLIPS} flipped bits of a checkpoint were no CheckpointError on all ranks"
 
@@ -144,10 +144,10 @@ def overflowing(folder: Path) -> str:
         layout = Layout(("weight",), ((600,),), block=one.block)
         world = World(one, TorchOps(), layout, 4, average=False)
         try:
-            found = world.step([torch.full((layout.size,), 3e38) for _ in range(4)])
+            results = world.step([torch.full((layout.size,), 3e38) for _ in range(4)])
         except ArithmeticError:
             continue
-        if not all(bool(x.isfinite().all()) for x in found):
+        if not all(bool(x.isfinite().all()) for x in results):
             red.append(type(one).__name__)
     return f"infinite sums without a word: {', '.join(red) or 'none'}"
 
@@ -165,9 +165,9 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     hvd.init()
     for number, item in ITEMS.items():
-        said = item(Path(sys.argv[1], str(number)))
+        outcome = item(Path(sys.argv[1], str(number)))
         if hvd.rank() == 0:
-            print(f"{number}: {said}", flush=True)
+            print(f"{number}: {outcome}", flush=True)
     hvd.shutdown()
 
 

@@ -67,8 +67,8 @@ def _shaken(dice: Random, plan: dict[str, Any], case: str) -> Input:
             job.end(LIMIT)
         except AssertionError as error:
             return Input(WHERE, attack, "hung", str(error)[-300:], case=f"{case}: {done}")
-        outcome, said = _outcome(job, killed)
-    return Input(WHERE, attack, outcome, said, case=f"{case}: {', '.join(done)}")
+        outcome, message = _outcome(job, killed)
+    return Input(WHERE, attack, outcome, message, case=f"{case}: {', '.join(done)}")
 
 
 def _act(job: Job, dice: Random, killed: set[int]) -> str:

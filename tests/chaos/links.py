@@ -41,19 +41,19 @@ def attacks(seed: int, share: float = 1.0, only: Sequence[str] = ()) -> Iterator
         only: words, of which one has to be in what the table calls a place; all if empty.
     """
 
-    def asked(where: str) -> bool:
+    def requested(where: str) -> bool:
         return not only or any(word in where for word in only)
 
     reason = refusal()
     if reason is not None:
         print(f"links are left out: {reason}")
-    elif asked(HOSTS):
+    elif requested(HOSTS):
         alone = _trained("")["replicas"]
         for plan in [*PLANS][: 1 if share < 1 else None]:
             yield _input(plan, _trained(plan), alone)
     for framework, worker, ranks, patience in KILLED:
         where = f"{framework}, {ranks} ranks, {ELASTIC}"
-        if asked(where):
+        if requested(where):
             yield _elastic(where, worker, ranks, patience)
 
 
@@ -79,38 +79,38 @@ def _trained(plan: str) -> dict[str, Any]:
         with contextlib.suppress(JobError):  # what each rank has written says more
             hosts.horovodrun(program, env=variables, timeout=60 + 2 * LIMIT)
         paths = [folder / f"{rank}.json" for rank in range(2)]
-        told = [json.loads(path.read_text()) for path in paths if path.exists()]
+        reports = [json.loads(path.read_text()) for path in paths if path.exists()]
     return {
-        "told": len(told),
-        "said": [one["said"] for one in told if one["said"]],
-        "replicas": {one["replicas"] for one in told},
-        "seconds": max((one["at"] for one in told), default=0.0) - cut[0] if cut else 0.0,
+        "told": len(reports),
+        "said": [one["said"] for one in reports if one["said"]],
+        "replicas": {one["replicas"] for one in reports},
+        "seconds": max((one["at"] for one in reports), default=0.0) - cut[0] if cut else 0.0,
     }
 
 
-def _input(plan: str, found: dict[str, Any], alone: set[str]) -> Input:
-    said, seconds = found["said"], found["seconds"]
-    if found["told"] < 2 or (plan == FOR_EVER and seconds > LIMIT):
+def _input(plan: str, report: dict[str, Any], alone: set[str]) -> Input:
+    message, seconds = report["said"], report["seconds"]
+    if report["told"] < 2 or (plan == FOR_EVER and seconds > LIMIT):
         outcome = "hung"
-    elif said:
-        causes = len(said) == 2 and all(map(CAUSES.search, said))
+    elif message:
+        causes = len(message) == 2 and all(map(CAUSES.search, message))
         outcome = "ended" if plan == FOR_EVER and causes else "unexplained"
     else:
-        outcome = "survived" if found["replicas"] == alone else "diverged"
+        outcome = "survived" if report["replicas"] == alone else "diverged"
     waited = seconds if outcome == "ended" else None
-    return Input(HOSTS, plan, outcome, said[0] if said else "", waited, plan)
+    return Input(HOSTS, plan, outcome, message[0] if message else "", waited, plan)
 
 
 def _elastic(where: str, worker: str, ranks: int, patience: int) -> Input:
     """A rank dies, the others go on with what they had, and another joins."""
-    attack, said, outcome = "kill -9, and another joins", "", "survived"
+    attack, message, outcome = "kill -9, and another joins", "", "survived"
     with tempfile.TemporaryDirectory() as name:
         try:
-            found = launch_elastic(worker, ranks, Path(name), patience=patience, deadline=180)
+            reports = launch_elastic(worker, ranks, Path(name), patience=patience, deadline=180)
         except AssertionError as error:
             return Input(where, attack, "hung", str(error)[:300], case=worker)
         try:
-            survives(*found, ranks=ranks)
+            survives(*reports, ranks=ranks)
         except (AssertionError, ValueError) as error:
-            outcome, said = "lost", str(error)[:300]
-    return Input(where, attack, outcome, said, case=worker)
+            outcome, message = "lost", str(error)[:300]
+    return Input(where, attack, outcome, message, case=worker)

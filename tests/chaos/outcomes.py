@@ -47,7 +47,7 @@ class Input(NamedTuple):
     where: str
     attack: str
     outcome: str
-    said: str = ""
+    message: str = ""
     seconds: float | None = None
     case: str = ""
 
@@ -72,13 +72,13 @@ def tallied(inputs: Iterable[Input]) -> list[dict[str, Any]]:
         )
         row["inputs"] += 1
         row["outcomes"] = dict(Counter(row["outcomes"]) + Counter([one.outcome]))
-        error = one.said.partition(":")[0]
+        error = one.message.partition(":")[0]
         if error.endswith("Error"):
             row["errors"] = dict(Counter(row["errors"]) + Counter([error]))
         if one.seconds is not None:
             row["seconds"] = round(max(one.seconds, row["seconds"] or 0.0), 1)
         if one.outcome in BAD and len(row["bad"]) < _FEW:
-            row["bad"].append([one.outcome, one.case, one.said[:300]])
+            row["bad"].append([one.outcome, one.case, one.message[:300]])
     return list(rows.values())
 
 
@@ -125,9 +125,9 @@ def table(parts: Mapping[str, Any]) -> str:
         [(name, str(total[name]), meaning) for name, meaning in MEANINGS.items()], ("", "", "")
     )
     for row in everything:
-        for outcome, case, said in row["bad"]:
+        for outcome, case, message in row["bad"]:
             where = f"{row['where']}, {row['attack']}"
-            lines.append(f"{outcome}: {where}, {case}: {said}"[:_WIDE])
+            lines.append(f"{outcome}: {where}, {case}: {message}"[:_WIDE])
     return "\n".join(lines) + "\n"
 
 

@@ -86,10 +86,10 @@ def attacks(seed: int, share: float = 1.0, only: Sequence[str] = ()) -> Iterator
         only: words, of which one has to be in the name of a framework; all if empty.
     """
     for name, framework, dice, compressor, moments in drawn(seed, share, only):
-        for attack, request, outcome, said in _on(compressor, framework, moments, dice, share):
+        for attack, request, outcome, message in _on(compressor, framework, moments, dice, share):
             checked = "dense, added up" if Allreduce.__name__ in request else "payloads"
             case = f"{compressor} {request}"
-            yield Input(f"{name}, {checked}", attack, outcome, said, case=case)
+            yield Input(f"{name}, {checked}", attack, outcome, message, case=case)
 
 
 def world_of(compressor: Compressor, ops: Any, ranks: int = RANKS) -> World:
@@ -163,8 +163,8 @@ def _on(
                 try:
                     totals = world.step([flat * 1 for flat in flats])
                 except Exception as error:
-                    said = f"{type(error).__name__}: {error}"
-                    yield attack, where, _ended(kind, world, flats, said), said
+                    message = f"{type(error).__name__}: {error}"
+                    yield attack, where, _ended(kind, world, flats, message), message
                 else:
                     yield attack, where, _compared(kind, attack, right, totals), ""
 
@@ -192,9 +192,9 @@ def _changes(
         yield EARLIER, rank, lambda data: earlier[place][1][rank].tobytes()
 
 
-def _ended(kind: str, world: World, flats: Sequence[Any], said: str) -> str:
+def _ended(kind: str, world: World, flats: Sequence[Any], message: str) -> str:
     """What has come of a step in which something was raised."""
-    if not any(word in said for word in _CAUSES):
+    if not any(word in message for word in _CAUSES):
         return "unexplained"
     # Of these one rank alone gets what was damaged. It ends, and with it the others.
     if kind not in ("Alltoall", "Gather") and None in world.failures:

@@ -129,8 +129,8 @@ def series(job: Job, names: Sequence[str], judge: Judge | None = None) -> Iterat
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             output = _launched(job, folder, rest)
-            found = [judge(job, folder, case, output) for case in rest]
-        reached = [one for one in found if one is not None]
+            outcomes = [judge(job, folder, case, output) for case in rest]
+        reached = [one for one in outcomes if one is not None]
         if not reached:
             last = output.strip().splitlines()[-1:] or ["nothing was printed"]
             reached = [Input(job.where, rest[0], "unexplained", last[0], case=rest[0])]
@@ -162,53 +162,53 @@ def _launched(job: Job, folder: Path, names: Sequence[str]) -> str:
 
 def read(folder: Path, kind: str, ranks: Sequence[int], case: str) -> dict[int, Any]:
     """What each rank has noted of a case."""
-    found = {}
+    outcomes = {}
     for rank in ranks:
         path = folder / f"{kind}-{rank}.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         for line in map(json.loads, lines):
             if line["case"] == case:
-                found[rank] = line
-    return found
+                outcomes[rank] = line
+    return outcomes
 
 
 def _input(job: Job, folder: Path, case: str, output: str) -> Input | None:
     """What came of a case; None if it was not reached."""
     ranks = [r for r in range(job.ranks) if not (case in GONE and r == FAULTY)]
     mistakes = read(folder, "mistakes", range(job.ranks), case)
-    told = read(folder, "trials", ranks, case)
-    if not mistakes and not told:
+    lines = read(folder, "trials", ranks, case)
+    if not mistakes and not lines:
         return None
     begun = max((line["at"] for line in mistakes.values()), default=None)
-    seconds = None if begun is None else max((x["at"] - begun for x in told.values()), default=0.0)
-    said = next((line["said"] for line in told.values() if line["said"]), "")
-    outcome = _outcome(job, case, folder, told, len(ranks), seconds, output)
+    seconds = None if begun is None else max((x["at"] - begun for x in lines.values()), default=0.0)
+    message = next((line["said"] for line in lines.values() if line["said"]), "")
+    outcome = _outcome(job, case, folder, lines, len(ranks), seconds, output)
     if outcome == "hung":
-        said = "; ".join(f"rank {r}: {place(folder, r)}" for r in ranks if r not in told)
+        message = "; ".join(f"rank {r}: {place(folder, r)}" for r in ranks if r not in lines)
     waited = seconds if outcome == "ended" else None
-    return Input(job.where, case, outcome, said, waited, case)
+    return Input(job.where, case, outcome, message, waited, case)
 
 
 def _outcome(
     job: Job,
     case: str,
     folder: Path,
-    told: dict[int, Any],
+    lines: dict[int, Any],
     expected: int,
     seconds: float | None,
     output: str,
 ) -> str:
     hangs = any(path.stat().st_size for path in folder.glob("hangs-*"))
-    if (hangs and len(told) < expected) or (seconds or 0.0) > LIMIT:
+    if (hangs and len(lines) < expected) or (seconds or 0.0) > LIMIT:
         return "hung"
-    if len(told) < expected:
+    if len(lines) < expected:
         # `mpirun` ends the other ranks itself as soon as one has died, and says so.
         stops = job.backend == "mpi" and case in ALONE
         return "ended" if stops and "mpirun" in output else "unexplained"
-    errors = [line["said"] for line in told.values()]
+    errors = [line["said"] for line in lines.values()]
     if all(errors):
         return "ended" if all(map(CAUSES.search, errors)) else "unexplained"
-    alike = len({json.dumps(line["replicas"]) for line in told.values()}) == 1
+    alike = len({json.dumps(line["replicas"]) for line in lines.values()}) == 1
     return "survived" if alike and not any(errors) else "diverged"
 
 

@@ -282,11 +282,11 @@ def judged(job: Job, folder: Path, name: str, output: str) -> Input | None:
         return None
     case = Case.parse(name)
     hung = any(path.stat().st_size for path in folder.glob("hangs-*"))
-    outcome, said = judge(case, [*lines.values()], job.ranks, hung)
-    if len(lines) < job.ranks and not said:
+    outcome, message = judge(case, [*lines.values()], job.ranks, hung)
+    if len(lines) < job.ranks and not message:
         places = (f"rank {r}: {ranks.place(folder, r)}" for r in range(job.ranks) if r not in lines)
-        said = "; ".join(places) if hung else output.strip()[-300:]
-    return Input(place(job, case.host), ATTACKS[case.kind], outcome, said, case=name)
+        message = "; ".join(places) if hung else output.strip()[-300:]
+    return Input(place(job, case.host), ATTACKS[case.kind], outcome, message, case=name)
 
 
 def judge(
@@ -303,18 +303,18 @@ def judge(
     """
     errors = [line["said"] for line in lines if line["said"]]
     results = [line["replicas"] for line in lines if not line["said"]]
-    bad = [(outcome, said) for outcome, said in results if outcome in BAD]
-    said = next(iter(errors), bad[0][1] if bad else "")
+    bad = [(outcome, message) for outcome, message in results if outcome in BAD]
+    message = next(iter(errors), bad[0][1] if bad else "")
     if len(lines) < expected:
-        return ("hung" if hung else "unexplained"), said
+        return ("hung" if hung else "unexplained"), message
     if not errors:
         return bad[0] if bad else ("survived", "")
     allowed = case.what in ALLOWED and "LocalSteps" in case.host
     if allowed or (case.kind != PAIRS and case.what != "make"):
-        return "failed", said
+        return "failed", message
     if len(errors) < expected:
-        return "diverged", f"an error on {len(errors)} of {expected} ranks: {said}"
+        return "diverged", f"an error on {len(errors)} of {expected} ranks: {message}"
     if not all(line["names"] or ranks.CAUSES.search(line["said"]) for line in lines):
-        return "unexplained", said
+        return "unexplained", message
     step = max(line["step"] for line in lines)
-    return ("late", f"in step {step + 1}: {said}") if step > 0 else ("ended", said)
+    return ("late", f"in step {step + 1}: {message}") if step > 0 else ("ended", message)

@@ -89,33 +89,33 @@ def _tried(job: Job, plan: dict[str, Any], case: str) -> Input:
         folder = Path(name)
         output = job.run(folder, plan)
         paths = {rank: folder / f"{rank}.json" for rank in range(RANKS) if rank != plan["dies"]}
-        found = [json.loads(p.read_text()) for p in paths.values() if p.exists()]
+        reports = [json.loads(p.read_text()) for p in paths.values() if p.exists()]
         hung = any(path.stat().st_size for path in folder.glob("hangs-*"))
-    errors = [one["error"] for one in found if "error" in one]
-    said = next(iter(errors), output.strip()[-300:])
+    errors = [one["error"] for one in reports if "error" in one]
+    message = next(iter(errors), output.strip()[-300:])
     if hung:
-        return Input(job.where, attack, "hung", said, case=case)
+        return Input(job.where, attack, "hung", message, case=case)
     if plan["dies"] is not None:
         # `mpirun` ends the other ranks itself as soon as one has died, and says so.
         named = len(errors) == len(paths) and all(map(CAUSES.search, errors))
         ended = named or (job.backend == "mpi" and "mpirun" in output)
-        return Input(job.where, attack, "ended" if ended else "unexplained", said, case=case)
-    if errors or len(found) < RANKS:
-        return Input(job.where, attack, "unexplained", said, case=case)
-    return Input(job.where, attack, outcome(found), case=case)
+        return Input(job.where, attack, "ended" if ended else "unexplained", message, case=case)
+    if errors or len(reports) < RANKS:
+        return Input(job.where, attack, "unexplained", message, case=case)
+    return Input(job.where, attack, outcome(reports), case=case)
 
 
-def outcome(found: Sequence[dict[str, Any]]) -> str:
+def outcome(reports: Sequence[dict[str, Any]]) -> str:
     """Return what ranks that have trained to the end came to.
 
     With plain SGD, means and a rate of 1, the parameters are the mean of all gradients ever made,
     less what is held back.
     """
-    if any(one["parameters"] != found[0]["parameters"] for one in found):
+    if any(one["parameters"] != reports[0]["parameters"] for one in reports):
         return "diverged"
-    made, held = (
-        torch.tensor([one[key] for one in found]).double().sum(0) for key in ("made", "held")
+    made, kept_ = (
+        torch.tensor([one[key] for one in reports]).double().sum(0) for key in ("made", "held")
     )
-    mean = (held - made) / len(found)
-    close = torch.allclose(torch.tensor(found[0]["parameters"]).double(), mean, atol=1e-3)
+    mean = (kept_ - made) / len(reports)
+    close = torch.allclose(torch.tensor(reports[0]["parameters"]).double(), mean, atol=1e-3)
     return "survived" if close else "lost"

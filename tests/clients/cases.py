@@ -44,10 +44,10 @@ def points(count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, x[:, :4].argmax(1)
 
 
-def mine(samples: Any) -> Any:
+def of_this_rank(samples: Any) -> Any:
     """This rank's share: with batches in order, a step of all ranks is one of the whole."""
     if isinstance(samples, tuple):
-        return tuple(mine(x) for x in samples)
+        return tuple(of_this_rank(x) for x in samples)
     return samples[hvd.rank() :: hvd.size()]
 
 
@@ -113,7 +113,7 @@ def compare(
     for name, (settings, clips) in cases.items():
         free = train(None, samples, BATCH * hvd.size(), **settings)
         plain = train(None, samples, BATCH * hvd.size(), **settings, **clips)
-        ours = train(hvd.NoneCompressor(), mine(samples), BATCH, **settings, **clips)
+        ours = train(hvd.NoneCompressor(), of_this_rank(samples), BATCH, **settings, **clips)
         result["cases"][name] = {
             "off": difference(ours, plain),
             "effect": difference(plain, free),
@@ -122,7 +122,7 @@ def compare(
     for compressor in METHODS:
         momentum = (correction_of(compressor) or (0.0,))[0]
         with watched() as norms:
-            model = train(compressor, mine(samples), BATCH, momentum=momentum, **clipped)
+            model = train(compressor, of_this_rank(samples), BATCH, momentum=momentum, **clipped)
         result["methods"][repr(compressor)] = {
             "norms": norms,
             "losses": [first, float(loss(model))],
@@ -130,7 +130,7 @@ def compare(
         }
     result["errors"] = errors_of(
         {
-            name: partial(train, hvd.NoneCompressor(), mine(samples), BATCH, **settings)
+            name: partial(train, hvd.NoneCompressor(), of_this_rank(samples), BATCH, **settings)
             for name, settings in (refused or {}).items()
         }
     )

@@ -180,8 +180,8 @@ def main():
         begin = time.perf_counter()
         wrong = wrong_in(name)
         failed |= bool(wrong)
-        said = "\n    ".join(wrong) or f"as a loop, {time.perf_counter() - begin:.1f} s"
-        print(f"{name}: {said}", flush=True)
+        verdict = "\n    ".join(wrong) or f"as a loop, {time.perf_counter() - begin:.1f} s"
+        print(f"{name}: {verdict}", flush=True)
     sys.exit(failed)
 
 

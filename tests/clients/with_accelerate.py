@@ -30,7 +30,7 @@ def train(
     norm: float | None = None,
     value: float | None = None,
     passes: int = 1,
-    told: int | None = None,
+    passes_known: int | None = None,
     early: bool = False,
     **settings: Any,
 ) -> torch.nn.Module:
@@ -48,7 +48,7 @@ def train(
             optimizer,
             model.named_parameters(),
             compression=compressor,
-            backward_passes_per_step=told or passes,
+            backward_passes_per_step=passes_known or passes,
         )
     reduced = optimizer  # `prepare` returns what wraps it
     alone()

@@ -250,11 +250,11 @@ def main(folder: str, *libraries: str) -> None:
     for library in libraries or LIBRARIES:
         train = LIBRARIES[library]
         plain, _, _ = train(None)
-        first, found = loss(network()), {}
+        first, results = loss(network()), {}
         for compressor in METHODS:
             model, state, _ = train(compressor)
             moved = vector(model) - vector(network())
-            found[repr(compressor)] = {
+            results[repr(compressor)] = {
                 "off": float((vector(model) - vector(plain)).abs().max()),
                 "moved": float(moved.norm()),
                 "losses": [first, loss(model)],
@@ -262,7 +262,7 @@ def main(folder: str, *libraries: str) -> None:
                 "ratio": state.stats().ratio,
                 "digest": digest(model),
             }
-        result[library] = {"methods": found}
+        result[library] = {"methods": results}
         if library == "trainer":
             counted = [by_trainer(c, kind=Tokens)[0] for c in (None, NoneCompressor())]
             result[library]["tokens"] = float((vector(counted[0]) - vector(counted[1])).abs().max())

@@ -74,12 +74,12 @@ def train(
     module: type[Automatic] = Automatic,
     momentum: float = 0.9,
     passes: int = 1,
-    told: int | None = None,
+    passes_known: int | None = None,
     half: bool = False,
     **settings: Any,
 ) -> torch.nn.Module:
     """One epoch, clipped as the settings of the Trainer say."""
-    model = module(compressor, momentum, told or passes)
+    model = module(compressor, momentum, passes_known or passes)
     plugins: list[Any] = [LightningEnvironment()]  # under mpirun it would see all ranks
     if half:
         plugins.append(MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")))

@@ -77,20 +77,20 @@ def loop(settings: dict[str, str]) -> None:
     checkpoint = train.get_checkpoint()
     path = Path(settings["folder"], f"{rank}.json")
     if checkpoint is None:
-        plain, found = Training(None), {}
+        plain, results = Training(None), {}
         for _ in range(EPOCHS):
             plain.epoch()
         for compressor in (*METHODS, RESUMED):
             training = Training(compressor)
             for _ in range(EPOCHS):
                 training.epoch()
-            found[repr(compressor)] = {
+            results[repr(compressor)] = {
                 "off": float((vector_of(training.bare) - vector_of(plain.bare)).abs().max()),
                 "losses": [loss(network()), loss(training.bare)],
                 "ratio": training.state.stats().ratio,
                 "digest": digest(training.bare),
             }
-        path.write_text(json.dumps({"methods": found, "straight": digest(training.bare)}))
+        path.write_text(json.dumps({"methods": results, "straight": digest(training.bare)}))
     training = Training(RESUMED)
     if checkpoint is not None:
         training.resume(checkpoint)

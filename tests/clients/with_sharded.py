@@ -95,12 +95,12 @@ def shards_on_cpus() -> None:
 
     init = PartialState.__init__
 
-    def told(state: Any, *arguments: Any, **named: Any) -> None:
+    def with_state(state: Any, *arguments: Any, **named: Any) -> None:
         init(state, *arguments, **named)
         if state.distributed_type == DistributedType.MULTI_CPU:
             state.distributed_type = DistributedType.MULTI_GPU
 
-    PartialState.__init__ = told
+    PartialState.__init__ = with_state
 
 
 def by_accelerate(
@@ -235,13 +235,13 @@ def refused() -> dict[str, str]:
             fully_shard(network(), mesh=init_device_mesh("cpu", (REPLICAS * SHARDS,)))
         ),
     }
-    found = {}
+    results = {}
     for name, case in cases.items():
         try:
             case()
         except (TypeError, ValueError, fsdp.DivergedError) as error:
-            found[name] = str(error)
-    return found
+            results[name] = str(error)
+    return results
 
 
 def main(folder: str, *libraries: str) -> None:
@@ -251,13 +251,13 @@ def main(folder: str, *libraries: str) -> None:
     shards_on_cpus()
     for library in libraries or LIBRARIES:
         train = LIBRARIES[library]
-        found = {}
+        results = {}
         for compressor in METHODS:
             model, state = train(compressor)
             fsdp.verify(state)
             model = whole(model)
             pairs = zip(model.parameters(), right.parameters())
-            found[repr(compressor)] = {
+            results[repr(compressor)] = {
                 "off": max(float((p - q).detach().abs().max()) for p, q in pairs),
                 "losses": [loss(network()), loss(model)],
                 "steps": state.steps,
@@ -268,7 +268,7 @@ def main(folder: str, *libraries: str) -> None:
         straight, state = train(RESUMED, place)
         again, resumed = train(RESUMED, place, resume=True)
         result[library] = {
-            "methods": found,
+            "methods": results,
             "resumed": [digest_of(whole(straight)), digest_of(whole(again))],
             "steps": [state.steps, resumed.steps],
         }
@@ -286,9 +286,9 @@ def start(folder: str, *libraries: str) -> int:
     """
     for library in libraries or LIBRARIES:
         import_module(IMPORTED[library])
-    with socket() as found:
-        found.bind(("localhost", 0))
-        port = found.getsockname()[1]
+    with socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
     ranks = []
     for rank in range(REPLICAS * SHARDS):
         ranks.append(os.fork())

@@ -52,7 +52,7 @@ def train(
     *,
     momentum: float = 0.9,
     passes: int = 1,
-    told: int | None = None,
+    passes_known: int | None = None,
     early: bool = False,
     norm: float = 0.0,
     lora: bool = False,
@@ -70,7 +70,7 @@ def train(
             optimizer,
             model.named_parameters(),
             compression=compressor,
-            backward_passes_per_step=told or passes,
+            backward_passes_per_step=passes_known or passes,
         )
     alone()
     arguments = TrainingArguments(

@@ -110,35 +110,35 @@ def frontend(file: str) -> str:
 class Kept:
     """Stock's results, kept beside its tests: they change with the text and with the versions."""
 
-    def __init__(self, folder: Path, given: argparse.Namespace) -> None:
+    def __init__(self, folder: Path, options_: argparse.Namespace) -> None:
         names = ("torch", "keras", "numpy", "horovod")
         versions = "-".join(importlib.metadata.version(name) for name in names)
-        self.path = folder / f"stock-{versions}-{given.ranks}.json"
-        self.part = given.expression
-        kept = self.path.exists() and not given.fresh
-        self.found = json.loads(self.path.read_text()) if kept else {}
+        self.path = folder / f"stock-{versions}-{options_.ranks}.json"
+        self.part = options_.expression
+        kept = self.path.exists() and not options_.fresh
+        self.results = json.loads(self.path.read_text()) if kept else {}
 
     def results(self, file: str, backend: str, text: str, run: Runner) -> Found:
         text = repr((text, RECIPES.get(file.partition("/")[2])))
         name = f"{Path(file).name}, {backend}, {hashlib.sha256(text.encode()).hexdigest()[:8]}"
-        if name not in self.found:
-            found = stock_results(run)
+        if name not in self.results:
+            results = stock_results(run)
             if self.part:
-                return found
-            self.found[name] = found
-            self.path.write_text(json.dumps(self.found))
-        return {test: Result(*result) for test, result in self.found[name].items()}
+                return results
+            self.results[name] = results
+            self.path.write_text(json.dumps(self.results))
+        return {test: Result(*result) for test, result in self.results[name].items()}
 
 
 def stock_results(run: Runner) -> Found:
     """What stock comes to, at best: a test can fail for what one before it left behind."""
-    found = run("stock")
-    failed = [test for test, result in found.items() if result.outcome == "failed"]
-    stuck = [test for test, result in found.items() if result.outcome in STUCK]
+    results = run("stock")
+    failed = [test for test, result in results.items() if result.outcome == "failed"]
+    stuck = [test for test, result in results.items() if result.outcome in STUCK]
     again = run("stock", only=failed[::-1]) if failed else {}
     for test in stuck:
         again.update(run("stock", only=[test]))
-    return {**found, **{test: again[test] for test in again if again[test].outcome == "passed"}}
+    return {**results, **{test: again[test] for test in again if again[test].outcome == "passed"}}
 
 
 def compare(run: Runner, stock: Found, *, part: bool) -> tuple[dict[str, Pair], list[str]]:
@@ -186,10 +186,10 @@ def options() -> argparse.Namespace:
 
 
 def main() -> int:
-    given = options()
+    options_ = options()
     cache = Path(os.environ.get("HVD_GRADCOMP_CACHE") or Path.home() / ".cache/hvd_gradcomp")
     try:
-        horovod = source.obtain(given.source, cache)
+        horovod = source.obtain(options_.source, cache)
     except source.SourceError as error:
         print(error, file=sys.stderr)
         return 2
@@ -199,37 +199,37 @@ def main() -> int:
         folders = {side: Path(place) / side for side in SIDES}
         for side, folder in folders.items():
             source.copy(horovod, folder, ours=side == "ours", shorter=SHORTER)
-        stock = Kept(horovod, given)
-        for file, backend, run in jobs(given, horovod, folders):
+        stock = Kept(horovod, options_)
+        for file, backend, run in jobs(options_, horovod, folders):
             begin = time.monotonic()
             part = "" if file.startswith("examples/") else "test"
             text = (folders["stock"] / part / file).read_text()
-            found = stock.results(file, backend, text, run)
-            pairs, unsteady = compare(run, found, part=bool(given.expression))
+            of_stock = stock.results(file, backend, text, run)
+            pairs, unsteady = compare(run, of_stock, part=bool(options_.expression))
             results.setdefault(file, {})[backend] = pairs
             wavering += [f"{test} ({backend})" for test in unsteady]
             counts = Counter(pair.kind for pair in pairs.values())
-            told = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
+            counted = ", ".join(f"{counts[kind]} {kind}" for kind in KINDS if counts[kind])
             print(
-                f"{file}, {backend}: {told or 'nothing'} ({time.monotonic() - begin:.0f} s)",
+                f"{file}, {backend}: {counted or 'nothing'} ({time.monotonic() - begin:.0f} s)",
                 flush=True,
             )
-            write(given.json, results, wavering)
+            write(options_.json, results, wavering)
     print(table(results))
     return judge(results, wavering)
 
 
 def jobs(
-    given: argparse.Namespace, horovod: Path, folders: Mapping[str, Path]
+    options_: argparse.Namespace, horovod: Path, folders: Mapping[str, Path]
 ) -> Iterator[tuple[str, str, Runner]]:
     """Each file on each backend, and how one side of it is run."""
 
     def chosen(file: str) -> bool:
         if any(word in file for word in LEFT_OUT) or (
-            given.files and Path(file).name not in given.files
+            options_.files and Path(file).name not in options_.files
         ):
             return False
-        return not given.frontends or frontend(file) in given.frontends
+        return not options_.frontends or frontend(file) in options_.frontends
 
     # A part of it that imports nothing of what we stand in for would be the same run twice.
     tests = [
@@ -243,17 +243,17 @@ def jobs(
         elastic = "elastic_" in file  # starts a script beside it
         if not chosen(file) or not (source.differs(path) or (elastic and "integration" in file)):
             continue
-        for backend in (ALONE,) if alone else given.backends:
-            yield file, backend, partial(tests_of, given, folders, file, backend)
-    for file in RECIPES if not given.expression else ():
+        for backend in (ALONE,) if alone else options_.backends:
+            yield file, backend, partial(tests_of, options_, folders, file, backend)
+    for file in RECIPES if not options_.expression else ():
         if not chosen(file):
             continue
-        for backend in given.backends:
-            yield f"examples/{file}", backend, partial(recipes_of, given, folders, file, backend)
+        for backend in options_.backends:
+            yield f"examples/{file}", backend, partial(recipes_of, options_, folders, file, backend)
 
 
 def tests_of(
-    given: argparse.Namespace,
+    options_: argparse.Namespace,
     folders: Mapping[str, Path],
     file: str,
     backend: str,
@@ -265,16 +265,16 @@ def tests_of(
         folders[side] / "test",
         file,
         backend,
-        ranks=1 if backend == ALONE else given.ranks,
-        limit=given.limit,
+        ranks=1 if backend == ALONE else options_.ranks,
+        limit=options_.limit,
         only=only,
         skip=skip,
-        expression=given.expression,
+        expression=options_.expression,
     )
 
 
 def recipes_of(
-    given: argparse.Namespace,
+    options_: argparse.Namespace,
     folders: Mapping[str, Path],
     file: str,
     backend: str,
@@ -282,19 +282,19 @@ def recipes_of(
     only: Sequence[str] | None = None,
     skip: Sequence[str] = (),
 ) -> Found:
-    found = {}
+    results = {}
     for line in RECIPES[file]:
         name = f"examples/{file} {line}".rstrip()
         if name not in skip and (only is None or name in only):
-            found[name] = run_recipe(
+            results[name] = run_recipe(
                 folders[side] / "examples",
                 file,
                 line.split(),
                 backend,
-                ranks=given.ranks,
-                limit=2 * given.limit,
+                ranks=options_.ranks,
+                limit=2 * options_.limit,
             )
-    return found
+    return results
 
 
 def table(results: Results) -> str:
@@ -311,22 +311,22 @@ def table(results: Results) -> str:
 def judge(results: Results, wavering: list[str]) -> int:
     """Prints what stands against the list, and says whether anything does."""
     kinds: dict[str, set[str]] = {}
-    said: dict[str, Result] = {}
+    by_test: dict[str, Result] = {}
     for backends in results.values():
         for pairs in backends.values():
             for test, pair in pairs.items():
                 kinds.setdefault(test, set()).add(pair.kind)
                 if pair.kind == "stock alone":
-                    said[test] = pair.ours
+                    by_test[test] = pair.ours
     for test in wavering:
         print(f"came out differently when repeated: {test}")
-    unlisted = [test for test in said if test not in REFUSED]
+    unlisted = [test for test in by_test if test not in REFUSED]
     stale = [test for test in REFUSED if kinds.get(test, set()) & {"both", "ours alone"}]
-    for test in said:
+    for test in by_test:
         if test in REFUSED:
             print(f"refused: {test}: {REFUSED[test]}")
     for test in unlisted:
-        result = said[test]
+        result = by_test[test]
         print(
             f"passes with stock alone, and is not listed: {test} {result.outcome}\n{result.message}"
         )
@@ -337,7 +337,7 @@ def judge(results: Results, wavering: list[str]) -> int:
 
 def write(path: Path, results: Results, wavering: list[str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = {
+    arguments = {
         file: {
             backend: {
                 test: {"kind": pair.kind, "stock": pair.stock, "ours": pair.ours}
@@ -347,7 +347,7 @@ def write(path: Path, results: Results, wavering: list[str]) -> None:
         }
         for file, backends in results.items()
     }
-    path.write_text(json.dumps({"results": told, "wavering": wavering}, indent=1))
+    path.write_text(json.dumps({"results": arguments, "wavering": wavering}, indent=1))
 
 
 if __name__ == "__main__":

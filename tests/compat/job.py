@@ -52,7 +52,7 @@ def run_tests(
         skip: not these.
         expression: pytest's `-k`.
     """
-    found: dict[str, Result] = {}
+    results: dict[str, Result] = {}
     program = [
         sys.executable,
         "-m",
@@ -65,21 +65,24 @@ def run_tests(
     program += ["-q", "--rootdir", str(folder), *(["-k", expression] if expression else []), file]
     while True:
         with tempfile.TemporaryDirectory() as notes:
-            plan = {"ranks": ranks, "limit": limit, "only": only, "done": [*skip, *found]}
+            plan = {"ranks": ranks, "limit": limit, "only": only, "done": [*skip, *results]}
             (Path(notes) / "plan.json").write_text(json.dumps(plan))
             output = run(program, folder, backend, ranks, limit, **{NOTES: notes})
             entries = [read(Path(notes) / f"rank-{rank}.jsonl") for rank in range(ranks)]
             traces = [path.read_text() for path in sorted(Path(notes).glob("trace-*"))]
         news = merge(entries, traces)
-        found.update(news)
+        results.update(news)
         finished = all(any("finished" in entry for entry in rank) for rank in entries)
-        if finished or (only is not None and set(only) <= set(found)):
-            return found
+        if finished or (only is not None and set(only) <= set(results)):
+            return results
         if not news:  # before the first test, or after the last
             hangs = any("Timeout" in trace for trace in traces)
             outcome = "hangs" if hangs else "dies"
             where = "(end)" if any(entries) else "(import)"
-            return {**found, f"{file}::{where}": Result(outcome, "".join(traces)[-800:] or output)}
+            return {
+                **results,
+                f"{file}::{where}": Result(outcome, "".join(traces)[-800:] or output),
+            }
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -90,21 +93,21 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def merge(ranks: list[list[dict[str, Any]]], traces: list[str]) -> dict[str, Result]:
     """Each test's worst result on any rank; one that began and did not end hangs, or dies."""
-    found: dict[str, list[Result]] = {}
+    by_test: dict[str, list[Result]] = {}
     began: set[str] = set()
     for entries in ranks:
         ended = [entry for entry in entries if "ended" in entry]
         for entry in ended:
             result = Result(entry["outcome"], entry["message"])
-            found.setdefault(entry["ended"], []).append(result)
+            by_test.setdefault(entry["ended"], []).append(result)
         names = {entry["ended"] for entry in ended}
         began |= {entry["began"] for entry in entries if "began" in entry} - names
     hangs = [trace for trace in traces if "Timeout" in trace]
     for test in began:
         kind = Result("hangs", where(hangs[0])) if hangs else Result("dies")
-        found.setdefault(test, []).append(kind)
+        by_test.setdefault(test, []).append(kind)
     return {
-        test: max(all_, key=lambda one: WORSE.index(one.outcome)) for test, all_ in found.items()
+        test: max(all_, key=lambda one: WORSE.index(one.outcome)) for test, all_ in by_test.items()
     }
 
 

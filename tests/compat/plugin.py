@@ -38,17 +38,17 @@ def watch() -> None:
 
 def others(test: str) -> list[str]:
     """What this test came to on all ranks, once they have noted it."""
-    found: dict[int, str] = {}
-    while len(found) < PLAN["ranks"]:
-        for rank in set(range(PLAN["ranks"])) - set(found):
+    owners: dict[int, str] = {}
+    while len(owners) < PLAN["ranks"]:
+        for rank in set(range(PLAN["ranks"])) - set(owners):
             path = FOLDER / f"rank-{rank}.jsonl"
             lines = path.read_text().split("\n")[:-1] if path.exists() else []
             for line in reversed(lines):
                 if line.startswith('{"ended"') and (entry := json.loads(line))["ended"] == test:
-                    found[rank] = entry["outcome"]
+                    owners[rank] = entry["outcome"]
                     break
         time.sleep(0.002)
-    return list(found.values())
+    return list(owners.values())
 
 
 def pytest_configure() -> None:

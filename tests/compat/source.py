@@ -103,7 +103,7 @@ def home_page() -> str:
 
 def exchange(text: str) -> str:
     """The text with this package where it imported Horovod."""
-    return IMPORT.sub(lambda found: f"{found[1]}hvd_gradcomp.{OURS[found[2]]}", text)
+    return IMPORT.sub(lambda match: f"{match[1]}hvd_gradcomp.{OURS[match[2]]}", text)
 
 
 def replace(text: str, substitutions: Sequence[tuple[str, str]]) -> str:

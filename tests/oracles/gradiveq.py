@@ -67,18 +67,18 @@ class GradiVeQ:
 
     def step(self, gradients):
         self.phase = next(self.schedule)
-        there = [[np.asarray(g, np.float64) for g in mine] for mine in gradients]
+        accumulated = [[np.asarray(g, np.float64) for g in of_rank] for of_rank in gradients]
         if self.phase == "compressed":
             drain = min(1.0, 4.0 / self.compress_steps) if self.feedback else 0.0
-            for mine, kept in zip(there, self.residuals):
+            for of_rank, kept in zip(accumulated, self.residuals):
                 for layer in range(len(self.shapes)):
-                    mine[layer] += drain * kept[layer]
+                    of_rank[layer] += drain * kept[layer]
                     kept[layer] = (1.0 - drain) * kept[layer]
-            return self.compressed(there)
+            return self.compressed(accumulated)
         self.loss = None
         means = []
         for layer in range(len(self.shapes)):
-            total = sum(there[rank][layer] for rank in range(self.ranks))
+            total = sum(accumulated[rank][layer] for rank in range(self.ranks))
             means.append(total / self.ranks)
         if self.phase == "sampling":
             self.sample(means)
@@ -96,8 +96,8 @@ class GradiVeQ:
         shape = self.shapes[layer]
         if self.filters_last:
             return vector.reshape(shape)
-        there = [shape[axis] for axis in (*range(2, len(shape)), 1, 0)[-len(shape) :]]
-        g = vector.reshape(there)  # (h, w, D, F); back to [F, D, h, w]
+        axes = [shape[axis] for axis in (*range(2, len(shape)), 1, 0)[-len(shape) :]]
+        g = vector.reshape(axes)  # (h, w, D, F); back to [F, D, h, w]
         return g.transpose((g.ndim - 1, g.ndim - 2, *range(g.ndim - 2))[: g.ndim])
 
     def length(self, layer):
@@ -113,17 +113,17 @@ class GradiVeQ:
         if size > F * D and self.max_slice >= F * D:
             length = F * D
         else:
-            most = min(self.max_slice, size)
-            length = most // F * F or most
-        found = shortest = None
+            longest = min(self.max_slice, size)
+            length = longest // F * F or longest
+        best = shortest = None
         while length > 0:  # shorter slices, of which there are more, until samples are enough
             count = -(-size // length)
             if self.sample_steps * self.sharing(count) > self.wanted(length):
-                found = found or length
+                best = best or length
                 if count * length <= 1.05 * size:  # and few zeros are needed to fill the last one
                     return length
             shortest, length = length, length - F
-        return found or shortest
+        return best or shortest
 
     def sharing(self, slices):
         """How many slices have one compressor."""
@@ -136,12 +136,12 @@ class GradiVeQ:
     def slices(self, layer, g):
         """The last one is filled up with zeros."""
         vector, K = self.flattened(g), self.length(layer)
-        found = []
+        results = []
         for start in range(0, len(vector), K):
             s = np.zeros(K)
             s[: len(vector[start : start + K])] = vector[start : start + K]
-            found.append(s)
-        return found
+            results.append(s)
+        return results
 
     def joined(self, layer, slices):
         size = int(np.prod(self.shapes[layer]))
@@ -188,13 +188,13 @@ class GradiVeQ:
         if self.ratio is not None:
             d = max(1, min(K, len(samples) - 1, self.wanted(K)))
         else:  # (6), of samples that the basis was not fitted to
-            held = [x for x in samples if x[0] >= fitted] or samples
+            chosen = [x for x in samples if x[0] >= fitted] or samples
             mu, U, _ = self.components([x for x in samples if x[0] < fitted])
-            room = min(K, fitted * rows - 1, max(self.sample_steps - 1, self.wanted(K)))
-            whole = sum(w * float(s @ s) for _, s, w in held)
+            limit = min(K, fitted * rows - 1, max(self.sample_steps - 1, self.wanted(K)))
+            whole = sum(w * float(s @ s) for _, s, w in chosen)
             d = 1
-            while d < room:
-                left = sum(w * self.left_out(s - mu, U[:, :d]) for _, s, w in held)
+            while d < limit:
+                left = sum(w * self.left_out(s - mu, U[:, :d]) for _, s, w in chosen)
                 if left <= self.loss_threshold * whole:
                     break
                 d += 1
@@ -226,11 +226,11 @@ class GradiVeQ:
 
     # -- compressed ----------------------------------------------------------------------------
 
-    def compressed(self, there):
+    def compressed(self, vector):
         means = []
         lost, whole = np.zeros(self.ranks), np.zeros(self.ranks)
         for layer in range(len(self.shapes)):
-            slices = [self.slices(layer, there[rank][layer]) for rank in range(self.ranks)]
+            slices = [self.slices(layer, vector[rank][layer]) for rank in range(self.ranks)]
             decompressed, kept = [], [[] for _ in range(self.ranks)]
             for number in range(len(slices[0])):
                 mu, U = self.compressors[layer][self.group(number)]
@@ -238,10 +238,10 @@ class GradiVeQ:
                 for rank in range(self.ranks):
                     s = slices[rank][number]
                     z += U.T @ (s - mu) / self.ranks  # (3), (4)
-                    own = U @ (U.T @ (s - mu)) + mu  # the local decompression of (7)
-                    lost[rank] += ((s - own) ** 2).sum()
+                    projected = U @ (U.T @ (s - mu)) + mu  # the local decompression of (7)
+                    lost[rank] += ((s - projected) ** 2).sum()
                     whole[rank] += (s**2).sum()
-                    kept[rank].append(s - own)
+                    kept[rank].append(s - projected)
                 decompressed.append(U @ z + mu)  # (5)
             means.append(self.joined(layer, decompressed))
             if self.feedback:

@@ -26,9 +26,9 @@ def pairs(narrow, wide, stride, tap, taps):
 
     They are such that q = stride*p + tap - padding, where one tap has no padding and three have 1.
     """
-    found = [(p, stride * p + tap - taps // 2) for p in range(narrow)]
-    found = [(p, q) for p, q in found if 0 <= q < wide]
-    return [p for p, _ in found], [q for _, q in found]
+    pairs = [(p, stride * p + tap - taps // 2) for p in range(narrow)]
+    pairs = [(p, q) for p, q in pairs if 0 <= q < wide]
+    return [p for p, _ in pairs], [q for _, q in pairs]
 
 
 def conv(x, weight, bias, stride):
@@ -91,13 +91,13 @@ def encode(encoder, x):
 
 def encode_back(encoder, trace, dcode):
     """The derivative by each (weight, bias)."""
-    dsignal, found = dcode.reshape(-1, 4).T, []
+    dsignal, gradients = dcode.reshape(-1, 4).T, []
     for number in (4, 3, 2, 1, 0):
         x, y = trace[number]
         dy = leaky_back(y, dsignal) if number < 4 else dsignal
         dsignal, d = conv_back(x, encoder[number][0], STRIDES[number], dy)
-        found.insert(0, d)
-    return found
+        gradients.insert(0, d)
+    return gradients
 
 
 def decode(decoder, code, innovation=None):
@@ -120,13 +120,13 @@ def decode(decoder, code, innovation=None):
 def decode_back(decoder, trace, dvector):
     """The derivatives by the code, and by each (weight, bias)."""
     dsignal, d = conv_back(trace[5][0], decoder[5][0], 1, dvector[None, :])
-    dsignal, found = dsignal[:32], [d]  # not by the innovation
+    dsignal, gradients = dsignal[:32], [d]  # not by the innovation
     for number in (4, 3, 2, 1, 0):
         x, y = trace[number]
         dy = leaky_back(y, dsignal)
         dsignal, d = deconv_back(x, decoder[number][0], WIDENINGS[number], dy)
-        found.insert(0, d)
-    return dsignal.T.reshape(-1), found
+        gradients.insert(0, d)
+    return dsignal.T.reshape(-1), gradients
 
 
 def plus(one, other):
@@ -152,12 +152,12 @@ class Adam:
         self.m = 0.9 * self.m + 0.1 * g
         self.v = 0.999 * self.v + 0.001 * g * g
         m, v = self.m / (1 - 0.9**self.t), self.v / (1 - 0.999**self.t)
-        away, start, found = lr * m / (np.sqrt(v) + 1e-8), 0, []
+        away, start, parts = lr * m / (np.sqrt(v) + 1e-8), 0, []
         for w, b in network:
             dw, start = away[start : start + w.size].reshape(w.shape), start + w.size
             db, start = away[start : start + b.size], start + b.size
-            found.append((w - dw, b - db))
-        return found
+            parts.append((w - dw, b - db))
+        return parts
 
 
 def aggregating(encoder, decoder, xs):
@@ -402,12 +402,12 @@ class LGC:
 
     def innovations(self, where, values):
         """The largest of the selected ones of each layer (Algorithm 1); values by place."""
-        found = {}
+        results = {}
         for layer, count in enumerate(self.innovation):
-            mine = [i for i, (of, _) in enumerate(where) if of == layer]
-            strong = largest([values[i] for i in mine], count)
-            found |= {where[mine[i]]: values[mine[i]] for i in strong}
-        return found
+            of_layer = [i for i, (of, _) in enumerate(where) if of == layer]
+            strong = largest([values[i] for i in of_layer], count)
+            results |= {where[of_layer[i]]: values[of_layer[i]] for i in strong}
+        return results
 
     def note(self, error, square):
         self.loss = float(error / square) if square > 0 else 0.0
@@ -425,7 +425,9 @@ class LGC:
         average = sum(codes) / self.ranks  # (18)
         rec = F(decode(self.decoders[0], average)[0][: len(units)] * units)  # (19)
         alone = [F(decode(self.decoders[0], code)[0][: len(units)] * units) for code in codes]
-        self.asked = {place: sum(one[i] for one in v) / self.ranks for i, place in enumerate(where)}
+        self.requested = {
+            place: sum(one[i] for one in v) / self.ranks for i, place in enumerate(where)
+        }
         self.came = dict(zip(where, rec))
         means = [F(mean) for mean in self.zeros()]
         for number, (layer, i) in enumerate(where):
@@ -446,11 +448,11 @@ class LGC:
         v = [self.values(rank, where[rank]) for rank in range(self.ranks)]
         units = self.units(where[c], v[c])
         code, _ = encode(self.encoder, self.filled(v[c], units))
-        self.asked = {place: 0.0 for place in where[c]}  # of what each worker has selected
+        self.requested = {place: 0.0 for place in where[c]}  # of what each worker has selected
         for k in range(self.ranks):
             for place, value in zip(where[k], v[k]):
-                if place in self.asked:
-                    self.asked[place] += value / self.ranks
+                if place in self.requested:
+                    self.requested[place] += value / self.ranks
         places = set(where[c])
         means = self.zeros()
         for k in range(self.ranks):
@@ -469,8 +471,8 @@ class LGC:
                 if k == c:
                     self.clear(self.u, k, where[c])
         # The way back is in half precision, of the largest.
-        most = F(max((abs(means[layer][i]) for layer, i in places), default=0)) or F(1)
-        means = [F(np.float16(F(mean) / most)) * most for mean in means]
+        largest = F(max((abs(means[layer][i]) for layer, i in places), default=0)) or F(1)
+        means = [F(np.float16(F(mean) / largest)) * largest for mean in means]
         self.came = {(layer, i): means[layer][i] for layer, i in where[c]}
         for rank in range(self.ranks):
             if not self.exact:
@@ -513,7 +515,7 @@ def unpacked(encoder, decoders, innovation):
     """
 
     def network(flat, decoder):
-        found, start = [], 0
+        parts, start = [], 0
         for inputs, outputs, taps in shapes(decoder, innovation):
             count = inputs * outputs * taps
             weight = np.asarray(flat[start : start + count], float)
@@ -522,9 +524,9 @@ def unpacked(encoder, decoders, innovation):
             else:
                 weight = weight.reshape(taps, inputs, outputs).transpose(2, 1, 0)
             bias = np.asarray(flat[start + count : start + count + outputs], float)
-            found.append((weight, bias))
+            parts.append((weight, bias))
             start += count + outputs
-        return found
+        return parts
 
     return network(encoder, False), [network(row, True) for row in decoders]
 

@@ -23,9 +23,9 @@ def train(start, gradient, ranks, steps, warmup, compress, rate, betas, eps, dec
         else:
             sent = []
             for rank, g in enumerate(gradients):
-                given = b1 * m + (1 - b1) * g + error[rank]
-                sent.append(compress(given))
-                error[rank] = given - sent[rank]
+                corrected = b1 * m + (1 - b1) * g + error[rank]
+                sent.append(compress(corrected))
+                error[rank] = corrected - sent[rank]
             m = np.mean(sent, axis=0)
             unbiased = v / (1 - b2**warmup)
         x = x - rate * decay * x - rate * m / (1 - b1**t) / (np.sqrt(unbiased) + eps)

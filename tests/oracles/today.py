@@ -32,12 +32,12 @@ def e4m3(block):
     unit = F(np.abs(block).max() * F(1 / 448))
     if unit < 2.0**-100:
         return np.zeros_like(block)
-    found = []
+    chosen_ = []
     for x in block:
         y = abs(float(F(x * F(1 / unit))))
         place = min(range(len(E4M3)), key=lambda i: (abs(E4M3[i] - y), i % 2))
-        found.append(F(math.copysign(E4M3[place], x)) * unit)
-    return np.array(found, F)
+        chosen_.append(F(math.copysign(E4M3[place], x)) * unit)
+    return np.array(chosen_, F)
 
 
 def int8(block):
@@ -77,17 +77,17 @@ class OwnedChunks:
         ranks, size = self.residual.shape
         result, chunks = np.zeros(size, F), -(-size // self.chunk)
         for place in range(chunks):
-            own = slice(place * self.chunk, min((place + 1) * self.chunk, size))
-            total = np.zeros(own.stop - own.start, F)
+            span = slice(place * self.chunk, min((place + 1) * self.chunk, size))
+            total = np.zeros(span.stop - span.start, F)
             for rank in range(ranks):
-                mine = self.residual[rank, own]
-                for i in largest(mine, self.k):
-                    total[i] += mine[i]
-                    mine[i] = 0
+                residual = self.residual[rank, span]
+                for i in largest(residual, self.k):
+                    total[i] += residual[i]
+                    residual[i] = 0
             for i in largest(total, self.k):
-                result[own.start + i] = total[i]
+                result[span.start + i] = total[i]
                 total[i] = 0
-            self.residual[self.owner(place, chunks), own] += total
+            self.residual[self.owner(place, chunks), span] += total
         return result * F(1 / ranks)
 
 
@@ -100,7 +100,7 @@ class OkTopK:
     """
 
     def __init__(self, size, end, ranks, k, slack, knots):
-        self.k, self.room = k, min(k, math.ceil(slack * k / ranks))
+        self.k, self.capacity = k, min(k, math.ceil(slack * k / ranks))
         self.end, self.steps, self.left = end, 0, 0
         self.residual = np.zeros((ranks, size), F)
         self.knots = [knot * end // knots for knot in range(knots + 1)]
@@ -108,12 +108,12 @@ class OkTopK:
     def cuts(self):
         """The ends of regions: of as many stretches each, or of parts of a stretch."""
         ranks, stretches = len(self.residual), len(self.knots) - 1
-        found = []
+        parts = []
         for rank in range(ranks):
             low, rest = divmod(rank * stretches, ranks)
             step = self.knots[low + 1] - self.knots[low]
-            found.append(self.knots[low] + step * rest // ranks)
-        return [*found, self.end]
+            parts.append(self.knots[low] + step * rest // ranks)
+        return [*parts, self.end]
 
     def step(self, gradients):
         """The mean of what is sent."""
@@ -124,17 +124,22 @@ class OkTopK:
         chosen = [[i for i in largest(r, self.k) if r[i] != 0] for r in self.residual]
         for owner, (start, end) in enumerate(zip(cuts, cuts[1:])):
             sums = {}
-            for rank, mine in enumerate(self.residual):
-                there = [i for i in chosen[rank] if start <= i < end]
-                loads[owner] += len(there)
-                first = self.steps * self.room % len(there) if len(there) > self.room else 0
-                fits = [there[(first + n) % len(there)] for n in range(min(len(there), self.room))]
-                self.left += len(there) - len(fits)
+            for rank, residual in enumerate(self.residual):
+                in_part = [i for i in chosen[rank] if start <= i < end]
+                loads[owner] += len(in_part)
+                first = (
+                    self.steps * self.capacity % len(in_part) if len(in_part) > self.capacity else 0
+                )
+                fits = [
+                    in_part[(first + n) % len(in_part)]
+                    for n in range(min(len(in_part), self.capacity))
+                ]
+                self.left += len(in_part) - len(fits)
                 for i in fits:
-                    sums[i] = sums.get(i, F(0)) + mine[i]
-                    mine[i] = 0
+                    sums[i] = sums.get(i, F(0)) + residual[i]
+                    residual[i] = 0
             places = sorted(sums)
-            for n in largest([sums[i] for i in places], self.room):
+            for n in largest([sums[i] for i in places], self.capacity):
                 if sums[places[n]] != 0:
                     back[owner].append(places[n])
                     result[places[n]] = sums.pop(places[n])
@@ -151,9 +156,9 @@ class OkTopK:
             before, owner = knot * total // parts, 0
             while before >= loads[owner]:
                 before, owner = before - loads[owner], owner + 1
-            there = back[owner]
-            number = before * len(there) // loads[owner]
-            self.knots[knot] = there[number] if there else cuts[owner]
+            kept = back[owner]
+            number = before * len(kept) // loads[owner]
+            self.knots[knot] = kept[number] if kept else cuts[owner]
 
 
 def codebook(values, bits):
@@ -180,11 +185,11 @@ class PowerSGD:
         self.q = q.astype(np.float64)
 
     def step(self, gradients):
-        there = [r + g for r, g in zip(self.r, gradients)]
-        p = orthonormal(sum(m @ self.q for m in there) / len(there))
-        own = [m.T @ p for m in there]
-        self.q = sum(own) / len(own)
-        self.r = [m - p @ q.T for m, q in zip(there, own)]
+        accumulated = [r + g for r, g in zip(self.r, gradients)]
+        p = orthonormal(sum(m @ self.q for m in accumulated) / len(accumulated))
+        products = [m.T @ p for m in accumulated]
+        self.q = sum(products) / len(products)
+        self.r = [m - p @ q.T for m, q in zip(accumulated, products)]
         return p @ self.q.T
 
 
@@ -196,17 +201,17 @@ class ACPSGD:
         self.p, self.q, self.steps = None, q.astype(np.float64), 0
 
     def step(self, gradients):
-        there = [r + g for r, g in zip(self.r, gradients)]
+        accumulated = [r + g for r, g in zip(self.r, gradients)]
         if self.steps % 2 == 0:
             self.q = orthonormal(self.q)
-            own = [m @ self.q for m in there]
-            self.p = sum(own) / len(own)
-            self.r = [m - p @ self.q.T for m, p in zip(there, own)]
+            products = [m @ self.q for m in accumulated]
+            self.p = sum(products) / len(products)
+            self.r = [m - p @ self.q.T for m, p in zip(accumulated, products)]
         else:
             self.p = orthonormal(self.p)
-            own = [m.T @ self.p for m in there]
-            self.q = sum(own) / len(own)
-            self.r = [m - self.p @ q.T for m, q in zip(there, own)]
+            products = [m.T @ self.p for m in accumulated]
+            self.q = sum(products) / len(products)
+            self.r = [m - self.p @ q.T for m, q in zip(accumulated, products)]
         self.steps += 1
         return self.p @ self.q.T
 

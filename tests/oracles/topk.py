@@ -132,13 +132,17 @@ class ScaleCom:
         means = [np.zeros(n, F) for n in self.sizes]
         leader = self.steps % self.ranks
         for layer, n in enumerate(self.sizes):
-            there = [self.r[rank][layer] + gradients[rank][layer] for rank in range(self.ranks)]
-            where = largest(there[leader], count(n, self.density), self.steps)
+            accumulated = [
+                self.r[rank][layer] + gradients[rank][layer] for rank in range(self.ranks)
+            ]
+            where = largest(accumulated[leader], count(n, self.density), self.steps)
             for rank in range(self.ranks):
                 sent = np.zeros(n, F)
-                sent[where] = there[rank][where]
+                sent[where] = accumulated[rank][where]
                 means[layer] += sent / F(self.ranks)
                 r = self.r[rank][layer]
-                self.r[rank][layer] = F((1 - self.beta) * r) + F(self.beta * (there[rank] - sent))
+                self.r[rank][layer] = F((1 - self.beta) * r) + F(
+                    self.beta * (accumulated[rank] - sent)
+                )
         self.steps += 1
         return means

@@ -201,6 +201,6 @@ if __name__ == "__main__":
         importlib.import_module(name)
     gc.freeze()  # children would write to each object, and so copy its page, when they end
     gc.set_threshold(50_000, 20, 20)  # as in tests/conftest.py: graphs are many objects
-    asked = serve(socket.socket(fileno=int(sys.argv[1])))
-    asked.enter()
-    asked.run()
+    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    request.enter()
+    request.run()

@@ -180,10 +180,10 @@ def run(
     return output
 
 
-def says(found: Mapping[str, str], messages: Mapping[str, str]) -> None:
+def says(messages_: Mapping[str, str], messages: Mapping[str, str]) -> None:
     """Requires that each case has said what it has to say."""
     for name, message in messages.items():
-        assert message in found[name], f"{name}: {found[name]}"
+        assert message in messages_[name], f"{name}: {messages_[name]}"
 
 
 def on_timeline(path: Path) -> set[str]:

@@ -80,7 +80,7 @@ KERAS_MESSAGES = {
     "another compressor": "Use the same compression= to resume: it was made with "
     "StromCompressor(tau=0.01), here is StromCompressor(tau=1.0)",
     "another model": "was dense/kernel [216, 10] float32, here it is dense/kernel [216, 11]",
-    "not distributed": "its optimizer was distributed, here it is not so",
+    "not distributed": "saved with a distributed optimizer, but this optimizer is plain",
     "another object": "optimizer is not in it; there are model, epoch",
     "truncated": "rank 1: rank-1-of-2 is damaged: its bytes are not those that were saved",
     "not on one rank": "rank 1: other: variable 0 was Variable [2] float32, here it is",

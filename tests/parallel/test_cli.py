@@ -47,16 +47,16 @@ def test_bench(tmp_path: Path):
     files = ("--json", str(figures), "--png", str(picture))
     done = command("bench", "-m", f"{WORKER}:factory", "-r", "2", *chosen(*METHODS), *files)
     assert done.returncode == 0, done.stderr
-    said = json.loads(figures.read_text())
-    dense, qsgd, dgc, _ = said["rows"]
-    assert (said["ranks"], dense["way"]) == (2, "dense (stock Horovod)")
+    report = json.loads(figures.read_text())
+    dense, qsgd, dgc, _ = report["rows"]
+    assert (report["ranks"], dense["method"]) == (2, "dense (stock Horovod)")
     elements = dense["bytes"] / 4
     assert elements == 16 * 9 + 16 + 576 * 64 + 64 + 64 * 10 + 10
     assert qsgd["bytes"] < 0.52 * elements + 1500
     assert 50 < dgc["element_ratio"] < 200
-    for row in said["rows"]:
+    for row in report["rows"]:
         assert row["min"] <= row["ms"] <= row["max"]
-        assert row["way"].partition("(")[0] in done.stdout
+        assert row["method"].partition("(")[0] in done.stdout
         parts = row["encode"] + row["collective"] + row["decode"]
         assert math.isclose(parts, row["ms"]), "the bars of the picture are as long as they say"
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -68,38 +68,44 @@ def test_advise(tmp_path: Path):
     methods = (*METHODS, "variance")
     done = command("advise", "-m", f"{WORKER}:tracked", *chosen(*methods), *files)
     assert done.returncode == 0, done.stderr
-    said = json.loads(figures.read_text())
-    assert (said["optimizer"], said["moments"], said["for_hosts"]) == ("AdamW", "sample", None)
-    ways = [row["way"] for row in said["rows"]]
+    report = json.loads(figures.read_text())
+    assert (report["optimizer"], report["moments"], report["for_hosts"]) == (
+        "AdamW",
+        "sample",
+        None,
+    )
+    ways = [row["method"] for row in report["rows"]]
     assert ways[2:] == ["DGC(density=0.01, momentum=0.0)", "ScaleCom()", "Variance()"]
     assert "DGC(density=0.01) cannot take AdamW's momentum over" in done.stderr
-    told = " ".join(done.stdout.replace("[0]<stdout>:", "").split())
-    assert "with per-sample moments, as the factory tracks them" in told
-    assert "Ranks 0 and 1 share" in told and "fastest by hosts: " in told
-    probed = said["probes"]
+    text = " ".join(done.stdout.replace("[0]<stdout>:", "").split())
+    assert "with per-sample moments, as the factory tracks them" in text
+    assert "Ranks 0 and 1 share" in text and "fastest by hosts: " in text
+    probed = report["probes"]
     assert 0 <= probed["chance"] < probed["mutual_information"] < 0.95 * probed["entropy"]
-    assert said["backward_ms"] > 0
-    assert said["bandwidth"] > 1e6
-    assert set(said["link"]["curves"]) == set(KINDS)
-    assert 0 < said["probes"]["density_variance"] < 1
-    assert len(said["rows"]) == 1 + len(methods)
-    for row in said["rows"]:
+    assert report["backward_ms"] > 0
+    assert report["bandwidth"] > 1e6
+    assert set(report["link"]["curves"]) == set(KINDS)
+    assert 0 < report["probes"]["density_variance"] < 1
+    assert len(report["rows"]) == 1 + len(methods)
+    for row in report["rows"]:
         assert row["predicted_ms"] > 0
-        assert row["step_ms"] >= said["forward_ms"] + said["backward_ms"]
+        assert row["step_ms"] >= report["forward_ms"] + report["backward_ms"]
         assert math.isclose(row["error"], row["predicted_ms"] / row["measured_ms"] - 1)
         assert set(row["hosts"]) == {str(2**k) for k in range(1, 11)}
-    assert said["rows"][0]["hosts"] == {str(2**k): 1.0 for k in range(1, 11)}
-    assert math.isclose(said["rows"][1]["hosts"]["2"], said["rows"][1]["faster"][1])
-    dense, *ways = said["rows"]
-    used = next((row for row in ways if row["way"] == said["use"]), None)
-    assert (said["answer"] == "use") == (used is not None)
-    assert {"use": "Use ", "none": "Use none", "cannot say": "Cannot say"}[said["answer"]] in (
+    assert report["rows"][0]["hosts"] == {str(2**k): 1.0 for k in range(1, 11)}
+    assert math.isclose(report["rows"][1]["hosts"]["2"], report["rows"][1]["faster"][1])
+    dense, *ways = report["rows"]
+    used = next((row for row in ways if row["method"] == report["use"]), None)
+    assert (report["answer"] == "use") == (used is not None)
+    assert {"use": "Use ", "none": "Use none", "cannot say": "Cannot say"}[report["answer"]] in (
         done.stdout
     )
     if used is not None:
         assert used["step_span_ms"][2] < dense["step_span_ms"][0]
-        assert used["pays_below_span"][0] is None or used["pays_below_span"][0] > said["bandwidth"]
-    for row in said["rows"]:
+        assert (
+            used["pays_below_span"][0] is None or used["pays_below_span"][0] > report["bandwidth"]
+        )
+    for row in report["rows"]:
         low, middle, high = row["exchange_span_ms"]
         assert low <= middle == row["measured_ms"] <= high
         assert row["byte_ratio"] > 0
@@ -117,14 +123,14 @@ def test_advise_for_a_link_that_is_not_here(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     assert "left out" in done.stderr  # the parameter server
-    said = json.loads(figures.read_text())
-    told = " ".join(done.stdout.split())
-    assert "are for 16 hosts, extrapolated from 2 ranks" in told
-    assert "Use QSGDCompressor()" in told  # 37,000 elements take a second at 1 Mb/s
-    assert "Faster yet is DGCCompressor(momentum=0.0)" in told
-    assert (said["use"], said["fastest"]) == ("QSGD()", "DGC(momentum=0.0)")
-    assert said["rows"][1]["hosts"]["2"] > 2
-    for row in said["rows"]:
+    report = json.loads(figures.read_text())
+    text = " ".join(done.stdout.split())
+    assert "are for 16 hosts, extrapolated from 2 ranks" in text
+    assert "Use QSGDCompressor()" in text  # 37,000 elements take a second at 1 Mb/s
+    assert "Faster yet is DGCCompressor(momentum=0.0)" in text
+    assert (report["use"], report["fastest"]) == ("QSGD()", "DGC(momentum=0.0)")
+    assert report["rows"][1]["hosts"]["2"] > 2
+    for row in report["rows"]:
         assert math.isclose(row["hosts"]["16"], row["faster"][1], rel_tol=1e-6)
 
 
@@ -136,7 +142,7 @@ def test_compare(tmp_path: Path):
     )
     assert done.returncode == 0, done.stderr
     none, qsgd, dgc = json.loads(figures.read_text())["rows"]
-    assert none["way"] == "None()"
+    assert none["method"] == "None()"
     assert len(none["losses"]) == 12
     assert none["losses"][0] == qsgd["losses"][0] == dgc["losses"][0]  # all begin alike
     assert abs(qsgd["loss"] - none["loss"]) < 0.1
@@ -166,9 +172,9 @@ def test_compare_over_torch_distributed_starts_its_ranks_itself(tmp_path: Path):
         path=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(figures.read_text())
-    assert found["ranks"] == 2
-    none, qsgd = found["rows"][:2]
+    report = json.loads(figures.read_text())
+    assert report["ranks"] == 2
+    none, qsgd = report["rows"][:2]
     assert len(none["losses"]) == 12 and none["losses"][0] == qsgd["losses"][0]
     assert abs(qsgd["loss"] - none["loss"]) < 0.1 and qsgd["ratio"] > 3.5
     assert "default0" not in done.stdout + done.stderr
@@ -196,7 +202,7 @@ def test_json_takes_the_place_of_the_table():
         "bench", "-m", f"{WORKER}:factory", "-r", "2", "-c", "dgc", "--json", "-", ranks=1
     )
     assert done.returncode == 0, done.stderr
-    assert [row["way"] for row in json.loads(done.stdout)["rows"]][1:] == ["DGC()"]
+    assert [row["method"] for row in json.loads(done.stdout)["rows"]][1:] == ["DGC()"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

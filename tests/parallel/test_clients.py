@@ -75,25 +75,25 @@ def passes(*arguments, timeout=400, **more):
 
 def test_libraries_that_wrap_the_model_themselves(tmp_path):
     """Under torchrun, with `ddp.compress`; the recipes of docs/tutorial/libraries.md."""
-    there = [name for name, package in WRAPPING.items() if importlib.util.find_spec(package)]
-    if not there:
+    installed = [name for name, package in WRAPPING.items() if importlib.util.find_spec(package)]
+    if not installed:
         pytest.skip("none of them is installed")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    passes(*torchrun, "-m", "tests.clients.with_ddp", str(tmp_path), *there)
+    passes(*torchrun, "-m", "tests.clients.with_ddp", str(tmp_path), *installed)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert list(results[0]) == there
+    assert list(results[0]) == installed
     for library, result in results[0].items():
         others = results[1][library]["methods"]
-        for name, found in result["methods"].items():
-            assert found == others[name] or name.startswith("Variance"), name
-            assert found["digest"] == others[name]["digest"], "replicas differ"
-            assert found["steps"] == 4, (library, name, found)
-            assert 0 < found["moved"] < 1.0001 * 4 * BOUND, f"{library}: {name} is not clipped"
+        for name, outcome in result["methods"].items():
+            assert outcome == others[name] or name.startswith("Variance"), name
+            assert outcome["digest"] == others[name]["digest"], "replicas differ"
+            assert outcome["steps"] == 4, (library, name, outcome)
+            assert 0 < outcome["moved"] < 1.0001 * 4 * BOUND, f"{library}: {name} is not clipped"
             if name == "NoneCompressor()":
-                assert found["off"] < 1e-6, (library, found)
+                assert outcome["off"] < 1e-6, (library, outcome)
             else:
-                assert found["off"] > 0 and found["ratio"] > 1.2, (library, name, found)
-                assert found["losses"][1] < found["losses"][0], (library, name, found)
+                assert outcome["off"] > 0 and outcome["ratio"] > 1.2, (library, name, outcome)
+                assert outcome["losses"][1] < outcome["losses"][0], (library, name, outcome)
         assert result.get("tokens", 0.0) < 1e-6, "losses are divided by the tokens of all ranks"
         straight, again = result["resumed"]
         assert straight == again == results[1][library]["resumed"][0], "it does not resume"
@@ -107,23 +107,23 @@ def test_libraries_that_wrap_the_model_themselves(tmp_path):
 
 def test_libraries_that_shard_the_model_themselves(tmp_path):
     """FSDP2 inside of two replicas of two shards; the recipes of docs/tutorial/libraries.md."""
-    there = [name for name, package in WRAPPING.items() if importlib.util.find_spec(package)]
-    if not there:
+    installed = [name for name, package in WRAPPING.items() if importlib.util.find_spec(package)]
+    if not installed:
         pytest.skip("none of them is installed")
-    passes("-m", "tests.clients.with_sharded", str(tmp_path), *there)
+    passes("-m", "tests.clients.with_sharded", str(tmp_path), *installed)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     for result in results:
         says(result.pop("refused"), REFUSED)
-    assert list(results[0]) == there
+    assert list(results[0]) == installed
     for library, result in results[0].items():
-        for name, found in result["methods"].items():
-            assert all(each[library]["methods"][name] == found for each in results), name
-            assert found["steps"] == 4, (library, name, found)
+        for name, outcome in result["methods"].items():
+            assert all(each[library]["methods"][name] == outcome for each in results), name
+            assert outcome["steps"] == 4, (library, name, outcome)
             if name == "NoneCompressor()":
-                assert found["off"] < 1e-6, (library, found)
+                assert outcome["off"] < 1e-6, (library, outcome)
             else:
-                assert found["off"] > 0 and found["ratio"] > 1.2, (library, name, found)
-                assert found["losses"][1] < found["losses"][0], (library, name, found)
+                assert outcome["off"] > 0 and outcome["ratio"] > 1.2, (library, name, outcome)
+                assert outcome["losses"][1] < outcome["losses"][0], (library, name, outcome)
         straight, again = result["resumed"]
         assert straight == again == results[3][library]["resumed"][0], "it does not resume"
         assert result["steps"] == [4, 4], library
@@ -138,12 +138,12 @@ def test_ray_train(tmp_path):
     more = {"PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
     passes("-m", "tests.clients.with_ray", str(tmp_path), timeout=600, **more)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    for name, found in first["methods"].items():
-        assert found["digest"] == second["methods"][name]["digest"], "replicas differ"
+    for name, outcome in first["methods"].items():
+        assert outcome["digest"] == second["methods"][name]["digest"], "replicas differ"
         if name == "NoneCompressor()":
-            assert found["off"] == 0, found
+            assert outcome["off"] == 0, outcome
         else:
-            assert found["off"] > 0 and found["ratio"] > 1.2, (name, found)
-            assert found["losses"][1] < found["losses"][0], (name, found)
+            assert outcome["off"] > 0 and outcome["ratio"] > 1.2, (name, outcome)
+            assert outcome["losses"][1] < outcome["losses"][0], (name, outcome)
     assert first["again"] and second["again"], "nobody was started again"
     assert first["straight"] == first["resumed"] == second["resumed"], "it does not resume"

@@ -18,7 +18,7 @@ def expected(size: int, steps: int) -> list[list[list[float]]]:
     """[rank][step]: what the world of lockstep gives, itself held to plain sums here."""
     layout = Layout(("a",), ((N,),), block=1)
     world = World(EveryCollective(), TorchOps(), layout, size, average=False)
-    found: list[list[list[float]]] = [[] for _ in range(size)]
+    expected: list[list[list[float]]] = [[] for _ in range(size)]
     for step in range(steps):
         flats = [torch.tensor(gradient(rank, step, N)) for rank in range(size)]
         totals = world.step(flats)
@@ -28,8 +28,8 @@ def expected(size: int, steps: int) -> list[list[list[float]]]:
             phase = sum(flats) if step % 2 == 0 else 3 * size * flats[0]
             plain = 2 * weighted + sum(flats) + rows[:, rank].reshape(-1) + flats[-1] + phase
             assert torch.equal(totals[rank], plain)
-            found[rank].append(totals[rank].tolist())
-    return found
+            expected[rank].append(totals[rank].tolist())
+    return expected
 
 
 def test_lockstep():
@@ -49,5 +49,5 @@ def test_lockstep():
     ],
 )
 def test_over_horovod(framework, ranks, backend, tmp_path):
-    found = launch("collectives", ranks, backend, tmp_path, framework, str(N))
-    assert found == expected(ranks, 4)
+    results = launch("collectives", ranks, backend, tmp_path, framework, str(N))
+    assert results == expected(ranks, 4)

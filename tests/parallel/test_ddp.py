@@ -87,14 +87,14 @@ def processes(folder, ranks, *parts, worker="ddp_training"):
         )
         for rank in range(ranks)
     ]
-    said = []
+    printed = []
     try:
         for process in running:
-            said.append(process.communicate(timeout=300)[0])
+            printed.append(process.communicate(timeout=550)[0])
     finally:
         for process in running:
             process.kill()
-    assert not any(process.returncode for process in running), "\n".join(said)
+    assert not any(process.returncode for process in running), "\n".join(printed)
     for rank in range(ranks):
         assert json.loads((folder / f"{rank}.json").read_text()) == list(parts)
 
@@ -146,5 +146,5 @@ def test_a_program_that_destroys_no_process_group_ends_well(tmp_path):
             subprocess.Popen([*command, rank], env=environment(), stderr=subprocess.PIPE, text=True)
             for rank in "01"
         ]
-        said = [process.communicate(timeout=120)[1] for process in running]
-        assert [process.returncode for process in running] == [0, 0], "\n".join(said)
+        printed = [process.communicate(timeout=120)[1] for process in running]
+        assert [process.returncode for process in running] == [0, 0], "\n".join(printed)

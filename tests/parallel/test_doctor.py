@@ -21,14 +21,14 @@ def test_a_sound_installation_passes():
     command = [sys.executable, "-m", "hvd_gradcomp", "doctor", "--json", "-", "--backend", "gloo"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    marks = {finding["what"]: finding["mark"] for finding in found}
+    findings = json.loads(done.stdout)
+    marks = {finding["what"]: finding["mark"] for finding in findings}
     for what in ("PyTorch", "TensorFlow", "Keras", "Horovod", "gloo", "exchange of TensorFlow"):
-        assert marks[what] == "ok", found
+        assert marks[what] == "ok", findings
     for what in ("PyTorch over gloo", "TensorFlow over gloo", "DistributedDataParallel"):
-        (ranks,) = (finding for finding in found if finding["what"] == what)
+        (ranks,) = (finding for finding in findings if finding["what"] == what)
         assert "two ranks trained, replicas are equal" in ranks["fact"]
-    (code,) = (finding for finding in found if finding["what"] == "your code")
+    (code,) = (finding for finding in findings if finding["what"] == "your code")
     assert code["mark"] == "warn"
     assert "Keras 3" in code["fact"]
 
@@ -38,12 +38,12 @@ def test_ddp_needs_no_horovod(tmp_path, monkeypatch):
     (tmp_path / "horovod.py").write_text("raise ImportError('no Horovod here')\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     program = [sys.executable, "-m", "hvd_gradcomp.cli.selftest", "ddp"]
-    found = doctor._tested("DistributedDataParallel", program, {}, 100, "")
-    assert found.mark == "ok", found.fact
+    finding = doctor._tested("DistributedDataParallel", program, {}, 100, "")
+    assert finding.mark == "ok", finding.fact
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
-    found = doctor._tested("DistributedDataParallel", program, {}, 100, "again")
-    assert (found.mark, found.remedy) == ("fail", "again")
-    assert "no torch here" in found.fact and found.fact.startswith("self-test fails with 1")
+    finding = doctor._tested("DistributedDataParallel", program, {}, 100, "again")
+    assert (finding.mark, finding.remedy) == ("fail", "again")
+    assert "no torch here" in finding.fact and finding.fact.startswith("self-test fails with 1")
 
 
 def test_ranks_that_hang_are_ended_and_named(tmp_path, monkeypatch):
@@ -56,11 +56,11 @@ def test_ranks_that_hang_are_ended_and_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     began = time.monotonic()
     facts = {"seam": "", "gloo": True}
-    (found,) = doctor._self_test(doctor._FRAMEWORKS[0], facts, "gloo", timeout=5)
+    (finding,) = doctor._self_test(doctor._FRAMEWORKS[0], facts, "gloo", timeout=5)
     assert time.monotonic() - began < 60
-    assert (found.mark, found.what) == ("fail", "PyTorch over gloo")
-    assert found.fact.startswith("self-test hangs: not done after 5 s")
-    assert found.remedy.startswith("horovodrun --gloo -np 2 ")
+    assert (finding.mark, finding.what) == ("fail", "PyTorch over gloo")
+    assert finding.fact.startswith("self-test hangs: not done after 5 s")
+    assert finding.remedy.startswith("horovodrun --gloo -np 2 ")
     ranks = list(tmp_path.glob("*.pid"))  # none, where starting them takes long
     time.sleep(1)
     assert not any(alive(int(path.stem)) for path in ranks)

@@ -117,8 +117,8 @@ for frontend in ("torch", "tensorflow", "tensorflow.keras"):
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_keras_on_another_backend_is_one_error(backend):
-    said = python("import hvd_gradcomp.tensorflow.keras", KERAS_BACKEND=backend)
-    last = said.splitlines()[-1] if "needs Keras" in said.splitlines()[-1] else said
+    output = python("import hvd_gradcomp.tensorflow.keras", KERAS_BACKEND=backend)
+    last = output.splitlines()[-1] if "needs Keras" in output.splitlines()[-1] else output
     assert "ImportError: hvd_gradcomp.tensorflow" in last
     assert "export KERAS_BACKEND=tensorflow, or take it out of ~/.keras/keras.json" in last
     assert backend == "jax" or "needs Keras on TensorFlow, this is Keras on torch" in last
@@ -152,5 +152,5 @@ def test_keras_as_horovod_s_own_examples_use_it(tmp_path):
             assert ours == expected, name
         says(result["errors"], MESSAGES)
     output = (tmp_path / "output").read_text()
-    said = "What a rank had kept back is rank 0's alone: rank 1 begins with nothing"
-    assert output.count(said) == results[0]["resumed"]
+    warning = "What a rank had kept back is rank 0's alone: rank 1 begins with nothing"
+    assert output.count(warning) == results[0]["resumed"]

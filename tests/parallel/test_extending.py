@@ -87,7 +87,9 @@ def broken(installed: dict[str, str], tmp_path_factory: pytest.TempPathFactory) 
     return {**installed, "PYTHONPATH": f"{installed['PYTHONPATH']}{os.pathsep}{source / 'target'}"}
 
 
-def said(environment: dict[str, str], *command: str, **options) -> subprocess.CompletedProcess[str]:
+def run_command(
+    environment: dict[str, str], *command: str, **options
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, **options
     )
@@ -135,22 +137,22 @@ def test_installed_in_the_command_line(command, installed, tmp_path):
         *chosen,
         *files,
     )
-    done = said(installed, *horovodrun(installed), *start, *arguments, cwd=ROOT)
+    done = run_command(installed, *horovodrun(installed), *start, *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    ways = [row["way"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]]
+    ways = [row["method"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]]
     assert ways[1:] == ["PowerIteration()", "RandomStretch()", "PowerIteration(rank=1)"]
 
 
 def test_compare_with_it(installed, tmp_path):
     files = ("--json", str(tmp_path / "x.json"))
     arguments = ("compare", f"{MODEL}:train", "--steps", "6", "-c", "power-iteration", *files)
-    done = said(installed, *PROGRAM, *arguments, cwd=ROOT)
+    done = run_command(installed, *PROGRAM, *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "x.json").read_text())["rows"][1]["element_ratio"] > 2
 
 
 def test_help_lists_it_and_imports_nothing(broken):
-    done = said(broken, *PROGRAM, "bench", "--help")
+    done = run_command(broken, *PROGRAM, "bench", "--help")
     assert done.returncode == 0 and "Error" not in done.stderr
     # A line may end behind a hyphen.
     assert "lgc-server,power-iteration,random-stretch" in "".join(done.stdout.split())
@@ -158,13 +160,13 @@ def test_help_lists_it_and_imports_nothing(broken):
 
 def test_a_saved_model_finds_it(installed, tmp_path):
     for what in ("save", "load"):
-        done = said(installed, sys.executable, "-c", SAVED, what, cwd=tmp_path)
+        done = run_command(installed, sys.executable, "-c", SAVED, what, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
 
 def test_what_cannot_be_used_is_one_line(broken):
     program = "from hvd_gradcomp.cli import options; print(*options.chosen([]), sep='\\n')"
-    done = said(broken, sys.executable, "-c", program)
+    done = run_command(broken, sys.executable, "-c", program)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-2:] == [
         "PowerIterationCompressor()",
@@ -182,6 +184,6 @@ def test_what_cannot_be_used_is_one_line(broken):
         ]
     ]
     assert "clashing.StromCompressor cannot be defined beside hvd_gradcomp" in lines[1]
-    done = said(broken, *PROGRAM, "bench", "-c", "absent")
+    done = run_command(broken, *PROGRAM, "bench", "-c", "absent")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "'absent' cannot be used" in done.stderr and "No module named" in done.stderr

@@ -32,7 +32,7 @@ def start(monkeypatch):
 def test_arguments_streams_environment_folder_and_code(start, tmp_path):
     kinds = {"fork": start, "usual": [sys.executable]}
     variables = environment(ONE="1", HOROVOD_RANK="3")
-    found = {
+    held_by = {
         kind: subprocess.run(
             [*command, "-c", PROGRAM, "7", "x y"],
             cwd=tmp_path,
@@ -43,10 +43,10 @@ def test_arguments_streams_environment_folder_and_code(start, tmp_path):
         )
         for kind, command in kinds.items()
     }
-    for done in found.values():
+    for done in held_by.values():
         assert done.stdout == f"['7', 'x y'] typed {tmp_path} 1 __main__\n"
         assert done.returncode == 7
-    assert found["fork"].stderr == "[] True\n"
+    assert held_by["fork"].stderr == "[] True\n"
 
 
 def test_modules_and_errors(start):

@@ -12,8 +12,8 @@ gpu = pytest.importorskip("benchmarks.gpu")
 
 
 def test_two_processes_exchange_and_are_written_down(tmp_path, capfd):
-    folder, asked = str(tmp_path), ["--parts", "exchange", "--only", "Strom 16", "--folder"]
-    assert gpu.main(["--device", "cpu", *asked, folder]) == 0
+    folder, arguments = str(tmp_path), ["--parts", "exchange", "--only", "Strom 16", "--folder"]
+    assert gpu.main(["--device", "cpu", *arguments, folder]) == 0
     result = json.loads((tmp_path / "gpu-cpu.json").read_text())
     (row,) = result["parts"]["exchange"]["rows"]
     assert row["ms"] > 0 and row["backend"] == "gloo" and row["bytes_sent"] > 0
@@ -41,10 +41,10 @@ def test_a_method_that_fails_on_one_rank_ends_alone():
 @pytest.mark.parametrize("part", ["kernels", "exchange", "training", "horovod"])
 def test_what_cannot_run_says_why(part, tmp_path, monkeypatch):
     monkeypatch.setitem(gpu.NEEDS, part, "a_module_that_nobody_has")
-    given = ["--device", "cpu", "--parts", part, "--folder", str(tmp_path)]
-    assert gpu.main(given) == 0
-    said = f"| {part} | not run: a_module_that_nobody_has is not installed |"
-    assert said in (tmp_path / "gpu-cpu.md").read_text()
+    arguments = ["--device", "cpu", "--parts", part, "--folder", str(tmp_path)]
+    assert gpu.main(arguments) == 0
+    line = f"| {part} | not run: a_module_that_nobody_has is not installed |"
+    assert line in (tmp_path / "gpu-cpu.md").read_text()
 
 
 def test_what_a_gpu_says_of_itself(monkeypatch):
@@ -54,10 +54,10 @@ def test_what_a_gpu_says_of_itself(monkeypatch):
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 7))
     for kernels in (object(), None):
         monkeypatch.setattr(gpu, "TorchOps", lambda device, k=kernels: SimpleNamespace(kernels=k))
-        found = gpu.machine("cuda")
-        assert found["gpus"] == ["GPU 0", "GPU 1"] and found["nccl"] == [2, 29, 7]
-        said = gpu.table({"machine": json.loads(json.dumps(found)), "parts": {}})
-        assert ("took no kernels" in said) == (kernels is None)
+        facts = gpu.machine("cuda")
+        assert facts["gpus"] == ["GPU 0", "GPU 1"] and facts["nccl"] == [2, 29, 7]
+        text = gpu.table({"machine": json.loads(json.dumps(facts)), "parts": {}})
+        assert ("took no kernels" in text) == (kernels is None)
 
 
 def test_a_part_that_fails_is_written_down(tmp_path, monkeypatch):
@@ -69,8 +69,8 @@ def test_a_part_that_fails_is_written_down(tmp_path, monkeypatch):
     passed = {"tests": 5, "failures": 1, "errors": 0, "skipped": 2, "code": 1}
     monkeypatch.setattr(gpu, "steps", fails)
     monkeypatch.setattr(gpu, "tested", lambda part, options: passed)
-    given = ["--device", "cpu", "--parts", "steps", "reads", "--folder", str(tmp_path)]
-    assert gpu.main(given) == 1
+    arguments = ["--device", "cpu", "--parts", "steps", "reads", "--folder", str(tmp_path)]
+    assert gpu.main(arguments) == 1
     written = json.loads((tmp_path / "gpu-cpu.json").read_text())["parts"]
     assert written["steps"]["error"] == "an illegal address" and written["reads"] == passed
     text = (tmp_path / "gpu-cpu.md").read_text()

@@ -28,28 +28,28 @@ NAP = (
 
 def traces(mark: str) -> list[str]:
     """Processes that have a word in their environment, or nap."""
-    found = []
+    marked = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            own = f"MARK={mark}".encode() in (folder / "environ").read_bytes().split(b"\0")
-            if own or NAP in command:
-                found.append(command)
+            has_mark = f"MARK={mark}".encode() in (folder / "environ").read_bytes().split(b"\0")
+            if has_mark or NAP in command:
+                marked.append(command)
         except OSError:  # it has ended meanwhile
             continue
-    return found
+    return marked
 
 
 def named(name: str) -> list[Path]:
     """Processes of a name, those that are ending too."""
-    found = []
+    left = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if (folder / "comm").read_text().strip() == name:
-                found.append(folder)
+                left.append(folder)
         except OSError:  # it has ended meanwhile
             continue
-    return found
+    return left
 
 
 def surroundings() -> list[str]:

@@ -44,16 +44,16 @@ def test_torch_over_horovod(ranks, backend, tmp_path):
         assert result["stock"] < 1e-5
         for name, (whole, again) in result["resumed"].items():
             assert whole == again == results[0]["resumed"][name][0], name
-        shared, found, end = result["consolidated"]
-        assert shared == found
+        shared, loaded, end = result["consolidated"]
+        assert shared == loaded
         assert end == results[0]["consolidated"][2]
         assert len(set(result["ddp"])) == 1
         assert result["handed out"] == results[0]["handed out"]
         assert result["skipped"] == results[0]["skipped"]
         for name, (steps, *end) in result["slow"].items():
-            most, *first = results[0]["slow"][name]
+            largest, *first = results[0]["slow"][name]
             assert end == first, name
-            assert result is results[0] or steps < most, "a quick rank goes on while it waits"
+            assert result is results[0] or steps < largest, "a quick rank goes on while it waits"
         says(result["errors"], MESSAGES)
 
 
@@ -113,9 +113,9 @@ def test_tensorflow_over_horovod(ranks, backend, tmp_path):
         assert first["averaged fits"] == other["averaged fits"]
         assert first["replicas"][0] == other["replicas"][0]
     *quick, slow = results
-    for name, (most, ends, lost) in first["slow"].items():
+    for name, (largest, ends, lost) in first["slow"].items():
         least, rounds = slow["slow"][name][0], ends[0]
-        assert least - 1 < 8 * rounds <= most - 1, f"{name}: rounds do not wait for slow steps"
+        assert least - 1 < 8 * rounds <= largest - 1, f"{name}: rounds do not wait for slow steps"
         assert all(result["slow"][name][1] == ends for result in results), name
         assert lost < 1e-4 if name != "Int8Compressor" else lost < 0.1, name
     for name, (_, ends) in first["slow fits"].items():

@@ -28,8 +28,8 @@ def test_overflows_with_a_scaler_leave_no_trace_on_pytorch(tmp_path):
             assert low < high, "scales differed, and nothing else did"
     raised = "NonFiniteGradientError: rank 1 has a NaN or an infinity in its gradient"
     for result in results:
-        said, parameters, _, finite, skipped = result["policies"]["raise"]
-        assert said.startswith(raised) and parameters and finite and skipped == 0
+        message, parameters, _, finite, skipped = result["policies"]["raise"]
+        assert message.startswith(raised) and parameters and finite and skipped == 0
         # (what is raised, parameters as before, state as before, parameters finite, skipped)
         assert result["policies"]["skip"] == ["nothing was raised", True, True, True, 1]
         assert result["policies"]["propagate"] == ["nothing was raised", False, True, False, 1]

@@ -28,9 +28,9 @@ def agreed(results):
 def test_torch(tmp_path):
     results = launch("torch_probe", 2, "gloo", tmp_path)
     readings = agreed(results)
-    for found in readings.values():
-        assert [r["step"] for r in found] == [s for s in range(0, 24, 2) for _ in range(4)]
-        last = found[-4]
+    for of_layer in readings.values():
+        assert [r["step"] for r in of_layer] == [s for s in range(0, 24, 2) for _ in range(4)]
+        last = of_layer[-4]
         assert last["layer"] == "0.weight" and 0 < last["entropy"] < 5
     # What compresses trains otherwise, and what zeroes the gradients in place does not.
     assert readings["none, False"] == readings["none, True"]
@@ -67,12 +67,12 @@ def reads_local_gradients(results, folder):
 def test_tensorflow(tmp_path):
     results = launch("tensorflow_probe", 2, "gloo", tmp_path)
     readings = agreed(results)
-    for name, found in readings.items():
+    for name, of_layer in readings.items():
         layers = 6 if name == "fit" else 3
         steps = 15 if name == "fit" else 20
         expected = [s for s in range(0, steps, 2) for _ in range(layers)]
-        assert [r["step"] for r in found] == expected
-        last = found[-layers]
+        assert [r["step"] for r in of_layer] == expected
+        last = of_layer[-layers]
         assert 0 < last["entropy"] < 5
     for name in ("none", "strom"):
         eager, graph = readings[f"{name}, False"], readings[f"{name}, True"]

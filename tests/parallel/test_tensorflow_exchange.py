@@ -23,14 +23,14 @@ def test_exchange(tmp_path, monkeypatch):
     first, second = launch("tensorflow_exchange", 2, "gloo", tmp_path)
     assert first["equal"] == second["equal"]
     assert first["own"] != second["own"]
-    found = first["equal"]
+    equal = first["equal"]
     for name in ("damaged payload, eager", "damaged payload, graph"):
-        assert "a rank sent a damaged payload" in found[name][0]
-        assert "fine by rank:] [1 0]" in found[name][0]
-    assert found["translated"] == []
-    ours, stock, *_ = found["sparse gradients"]
+        assert "a rank sent a damaged payload" in equal[name][0]
+        assert "fine by rank:] [1 0]" in equal[name][0]
+    assert equal["translated"] == []
+    ours, stock, *_ = equal["sparse gradients"]
     assert ours == stock
-    assert all(nodes <= most for nodes, most in zip(found["nodes"], (130, 165, 265))), found[
+    assert all(nodes <= limit for nodes, limit in zip(equal["nodes"], (130, 165, 265))), equal[
         "nodes"
     ]
     for each in (first, second):

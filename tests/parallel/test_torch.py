@@ -146,8 +146,8 @@ def test_parameters_join_freeze_and_thaw(tmp_path):
     assert len(results[0]["defaults"]) > 10
     for kind, (plain, distributed) in results[0]["defaults"].items():
         assert plain == distributed, kind
-    said, groups, there = results[0]["refused"]
-    assert TRAINING_MESSAGES["momentum"] in said and groups == 1 and not there
+    messages, groups, registered = results[0]["refused"]
+    assert TRAINING_MESSAGES["momentum"] in messages and groups == 1 and not registered
 
 
 BACKWARD_MESSAGES = {

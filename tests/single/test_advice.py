@@ -23,10 +23,10 @@ from hvd_gradcomp import (
     VarianceCompressor,
     after,
 )
-from hvd_gradcomp.cli import advise, advised, options
+from hvd_gradcomp.cli import advise, advise_report, options
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.tuning import fewer_exchanges
-from hvd_gradcomp.tuning.advice import (
+from hvd_gradcomp.tuning.recommend import (
     BEYOND,
     ERROR,
     WORTH,
@@ -48,7 +48,7 @@ HERE = 1e9
 
 
 @st.composite
-def cases(draw, compute, backward, name="way"):
+def cases(draw, compute, backward, name="method"):
     """Steps that take so long on any link, and so many bits over it."""
     work, bits = draw(st.floats(0, 5)), draw(st.floats(1e3, 1e10))
     predicted = work + bits / HERE
@@ -76,13 +76,13 @@ def worlds(draw):
 @given(worlds())
 def test_never_within_its_error_nor_against_its_own_break_even(world):
     dense, ways = world
-    found = [estimate(way, dense, HERE) for way in ways]
-    answer, best, _ = decide(found, HERE)
+    estimates = [estimate(case_, dense, HERE) for case_ in ways]
+    answer, best, _ = decide(estimates, HERE)
     if answer == "use":
         assert step_of(dense).low * WORTH >= best.step.high > 0
         assert best.pays_below.low > HERE
     elif answer == "none":
-        assert all(way.step.low >= WORTH * step_of(dense).high * (1 - 1e-9) for way in found)
+        assert all(one.step.low >= WORTH * step_of(dense).high * (1 - 1e-9) for one in estimates)
     else:
         assert best.faster.low * WORTH < 1 or best.pays_below.low <= HERE
         assert best.faster.high * WORTH > 1
@@ -93,10 +93,10 @@ def test_never_within_its_error_nor_against_its_own_break_even(world):
 def test_what_was_measured_beats_what_was_predicted(world, wrong):
     """A prediction that is wrong by any factor changes nothing where an exchange was measured."""
     dense, ways = world
-    for way in (dense, *ways):
-        if way.measured:
-            other = way._replace(predicted=wrong * way.predicted)
-            assert exchange_of(other) == exchange_of(way) and step_of(other) == step_of(way)
+    for method in (dense, *ways):
+        if method.measured:
+            other = method._replace(predicted=wrong * method.predicted)
+            assert exchange_of(other) == exchange_of(method) and step_of(other) == step_of(method)
 
 
 @settings(deadline=None)  # by the clock a busy machine would fail
@@ -104,11 +104,11 @@ def test_what_was_measured_beats_what_was_predicted(world, wrong):
 def test_what_was_slower_in_every_round_is_not_recommended(world):
     dense, ways = world
     slower = [
-        way._replace(hidden=0.0)
-        for way in ways
-        if way.measured and dense.measured and min(way.measured) > max(dense.measured)
+        method._replace(hidden=0.0)
+        for method in ways
+        if method.measured and dense.measured and min(method.measured) > max(dense.measured)
     ]
-    answer, *_ = decide([estimate(way, dense, HERE) for way in slower], HERE)
+    answer, *_ = decide([estimate(method, dense, HERE) for method in slower], HERE)
     assert answer != "use"
 
 
@@ -116,16 +116,16 @@ def test_what_was_slower_in_every_round_is_not_recommended(world):
 @given(worlds())
 def test_spans_are_in_order_and_agree_with_each_other(world):
     dense, ways = world
-    for way in ways:
-        found = estimate(way, dense, HERE)
-        for span in (found.exchange, found.step, found.faster, found.pays_below):
+    for method in ways:
+        estimated = estimate(method, dense, HERE)
+        for span in (estimated.exchange, estimated.step, estimated.faster, estimated.pays_below):
             assert span.low <= span.middle <= span.high
-        assert found.step.low >= way.compute * (1 - 1e-9)
-        for gain, below in zip(found.faster, found.pays_below):
+        assert estimated.step.low >= method.compute * (1 - 1e-9)
+        for gain, below in zip(estimated.faster, estimated.pays_below):
             if abs(gain - 1) > 1e-6 and 0 < below < math.inf and below != pytest.approx(HERE):
                 falls = dense.step_at(HERE / 2) > dense.step_at(HERE)
                 steeper = dense.step_at(HERE / 2) - dense.step_at(HERE) > (
-                    way.step_at(HERE / 2) - way.step_at(HERE)
+                    method.step_at(HERE / 2) - method.step_at(HERE)
                 )
                 if falls and steeper:
                     assert (gain > 1) == (below > HERE)
@@ -162,8 +162,8 @@ def test_a_machine_that_is_noisy_is_told_that_it_cannot_be_said():
 
     dense = case("dense", 0.10, [0.08, 0.1, 0.12, 0.2, 0.4], 8e7)
     qsgd = case("qsgd", 0.02, [0.05, 0.09, 0.1, 0.11, 0.3], 1e7)
-    found = estimate(qsgd, dense, HERE)
-    assert decide([found], HERE).answer == "cannot say"
+    estimated = estimate(qsgd, dense, HERE)
+    assert decide([estimated], HERE).answer == "cannot say"
     unmeasured = [c._replace(measured=[]) for c in (dense, qsgd)]
     assert decide([estimate(unmeasured[1], unmeasured[0], HERE)], HERE).answer == "use"
     slow = qsgd._replace(measured=[2.0] * 5)
@@ -180,6 +180,13 @@ def test_without_a_measurement_the_error_of_the_model_counts():
     assert decide([], HERE).answer == "none"
 
 
+def row_of(step: Span, measured: float | None) -> advise_report.Row:
+    """Return a row with a step's milliseconds, and whether an exchange was measured."""
+    one = Span(1.0, 1.0, 1.0)
+    times = (1.0, measured, None, one, step.middle, step)
+    return advise_report.Row("dense", 1.0, 1.0, *times, one, {}, None, None, {})
+
+
 @pytest.mark.parametrize(
     ("answer", "below", "words"),
     [
@@ -193,9 +200,9 @@ def test_without_a_measurement_the_error_of_the_model_counts():
 def test_the_sentence_at_the_end(answer, below, words):
     step = Span(0.01, 0.02, 0.03)
     best = Estimate("QSGD(bits=8)", step, step, Span(1.6, 3.0, 7.0), Span(*below))
-    dense = {"step_span_ms": [50.0, 60.0, 70.0], "measured_ms": 60.0}
-    assert words in advised.said(Verdict(answer, best), dense, HERE)
-    assert "nothing" not in advised.said(Verdict("none", None), dense, HERE)
+    dense = row_of(Span(50.0, 60.0, 70.0), 60.0)
+    assert words in advise_report.recommendation(Verdict(answer, best), dense, HERE)
+    assert "nothing" not in advise_report.recommendation(Verdict("none", None), dense, HERE)
 
 
 @pytest.mark.parametrize("measured", [60.0, None])
@@ -203,10 +210,10 @@ def test_more_rounds_are_asked_for_only_where_they_say_more(measured):
     """What was not measured lies 30 % around a prediction, however many rounds there are."""
     span = Span(0.01, 0.02, 0.03)
     best = Estimate("QSGD()", span, span, Span(0.5, 1.0, 2.0), Span(0.0, 1e9, 2e9))
-    dense = {"step_span_ms": [50.0, 60.0, 70.0], "measured_ms": measured}
-    said = advised.said(Verdict("cannot say", best), dense, HERE)
-    assert ("Take more rounds (--rounds 20)" in said) is (measured is not None)
-    assert ("Let it measure whole exchanges" in said) is (measured is None)
+    dense = row_of(Span(50.0, 60.0, 70.0), measured)
+    sentence = advise_report.recommendation(Verdict("cannot say", best), dense, HERE)
+    assert ("Take more rounds (--rounds 20)" in sentence) is (measured is not None)
+    assert ("Let it measure whole exchanges" in sentence) is (measured is None)
 
 
 @dataclass(frozen=True)
@@ -216,7 +223,7 @@ class WithoutTheWord(SparseGDCompressor):
 
 def test_a_method_is_named_as_its_class_is():
     for compressor in (WithoutTheWord(density=0.5), SparseGDCompressor(density=0.5)):
-        assert advised._written(brief(compressor)).startswith(type(compressor).__name__ + "(")
+        assert advise_report._written(brief(compressor)).startswith(type(compressor).__name__ + "(")
 
 
 def test_what_goes_first_goes_before_what_is_faster_if_it_pays():
@@ -224,25 +231,25 @@ def test_what_goes_first_goes_before_what_is_faster_if_it_pays():
     ways = [
         Case(name, t, 0.0, [], lambda b, t=t: t * 1e9 / b) for name, t in (("a", 0.1), ("b", 0.2))
     ]
-    found = [estimate(case, dense, HERE) for case in ways]
-    assert decide(found, HERE)[:1] == ("use",) and decide(found, HERE).best.name == "a"
-    verdict = decide(found, HERE, {"b"})
+    estimates = [estimate(case, dense, HERE) for case in ways]
+    assert decide(estimates, HERE)[:1] == ("use",) and decide(estimates, HERE).best.name == "a"
+    verdict = decide(estimates, HERE, {"b"})
     assert (verdict.best.name, verdict.faster.name) == ("b", "a")
-    assert decide(found, HERE, {"a"}).faster is None
+    assert decide(estimates, HERE, {"a"}).faster is None
     slow = estimate(ways[1]._replace(predicted=2.0), dense, HERE)
-    assert decide([found[0], slow], HERE, {"b"}).best.name == "a", "b does not pay"
+    assert decide([estimates[0], slow], HERE, {"b"}).best.name == "a", "b does not pay"
 
 
 def test_only_what_runs_with_the_optimizer_is_measured():
     parameters = [torch.nn.Parameter(torch.zeros(2))]
     adam, sgd = torch.optim.AdamW(parameters), torch.optim.SGD(parameters, 0.1, momentum=0.9)
-    said: list[str] = []
-    asked = [DGCCompressor(), QSGDCompressor(), after(3, None, DGCCompressor())]
-    assert advise._suited(asked, None) == advise._suited(asked, sgd) == asked
+    messages: list[str] = []
+    requested = [DGCCompressor(), QSGDCompressor(), after(3, None, DGCCompressor())]
+    assert advise._suited(requested, None) == advise._suited(requested, sgd) == requested
     plain = [DGCCompressor(momentum=0.0), QSGDCompressor()]
-    assert advise._suited(asked, adam, said.append) == plain
-    assert "DGC() cannot take AdamW's momentum over" in said[0] and "left out: " in said[1]
-    assert advise._suited([*plain, *asked], adam) == plain, "none twice"
+    assert advise._suited(requested, adam, messages.append) == plain
+    assert "DGC() cannot take AdamW's momentum over" in messages[0] and "left out: " in messages[1]
+    assert advise._suited([*plain, *requested], adam) == plain, "none twice"
 
 
 def test_usual_settings_are_those_that_people_train_with():
@@ -253,11 +260,11 @@ def test_usual_settings_are_those_that_people_train_with():
 @pytest.mark.parametrize(("shared", "all_of_it"), [(3.0, True), (1.0, False), (None, False)])
 def test_probes_are_explained(shared, all_of_it):
     densities = dict.fromkeys(("density_variance", "density_egc", "density_dgc"), 0.1)
-    told = advised.probes(
+    text = advise_report.probes(
         {"entropy": 3.1, "mutual_information": shared, "chance": 0.2, **densities}
     )
-    assert ("the same batches" in told) == all_of_it
-    assert ("0.2 bits are shared by chance" in told) == (shared is not None)
+    assert ("the same batches" in text) == all_of_it
+    assert ("0.2 bits are shared by chance" in text) == (shared is not None)
 
 
 def around(seconds):
@@ -274,7 +281,7 @@ def test_local_steps_are_worth_it_where_exchanges_take_most_of_a_step():
     needed = choice.setting.steps.middle
     assert choice.sooner.middle == pytest.approx(0.11 / (choice.step.middle * needed))
     assert choice.sooner.low < choice.sooner.middle < choice.sooner.high
-    text = advised.recommended_local_steps(advise.local_steps_of(choice))
+    text = advise_report.recommended_local_steps(advise.local_steps_of(choice))
     assert "LocalSteps(every=15) with Int8Compressor()" in text
     assert fewer_exchanges.choose({}, around(0.1), around(0.11), 0.01) is None
     assert fewer_exchanges.choose(exchanges, around(0.009), around(0.019), 0.01) is None
@@ -287,23 +294,23 @@ def test_what_is_advised_is_within_a_fifth_of_the_best_that_was_measured(ratio):
     """Of ways between two hosts, by how communication-bound a step is; at 0.3 none is advised."""
     measured = json.loads((ROOT / "docs/measured/worth-transformer.json").read_text())
     compute = measured["compute_ms"]
-    ms = {row["way"]: row["ms"] for row in measured["time"] if row["ratio"] == ratio}
+    ms = {row["method"]: row["ms"] for row in measured["time"] if row["ratio"] == ratio}
     steps = defaultdict(list)
     for row in measured["train"]:
-        steps[row["way"]].append(row["steps"])
+        steps[row["method"]].append(row["steps"])
     goal = measured["goal"]
     sooner = {
-        way: ms["stock"] / each * goal / statistics.median(steps[way])
-        for way, each in ms.items()
-        if steps[way] and None not in steps[way]
+        key: ms["stock"] / each * goal / statistics.median(steps[key])
+        for key, each in ms.items()
+        if steps[key] and None not in steps[key]
     }
     ways = dict(zip(fewer_exchanges.SETTINGS, ("local-int8-5", "local-int8", "denser-5")))
     exchanges = {}
-    for setting, way in ways.items():
+    for setting, key in ways.items():
         assert setting.steps == Span(
-            min(steps[way]) / goal, statistics.median(steps[way]) / goal, max(steps[way]) / goal
+            min(steps[key]) / goal, statistics.median(steps[key]) / goal, max(steps[key]) / goal
         )
-        exchanges.setdefault(setting.compressor, around((ms[way] - compute) * setting.every))
+        exchanges.setdefault(setting.compressor, around((ms[key] - compute) * setting.every))
     dense = around(ms["stock"] - compute)
     choice = fewer_exchanges.choose(exchanges, dense, around(ms["stock"]), compute)
     if ratio == 0.3:
@@ -313,7 +320,7 @@ def test_what_is_advised_is_within_a_fifth_of_the_best_that_was_measured(ratio):
 
 
 def test_predictions_for_more_hosts_are_taken_to_be_less_certain():
-    case = Case("way", 1.0, 0.0, [], lambda b: 1.0)
+    case = Case("method", 1.0, 0.0, [], lambda b: 1.0)
     assert exchange_of(case) == pytest.approx((1 - ERROR, 1.0, 1 + ERROR))
     assert exchange_of(case._replace(error=BEYOND)) == pytest.approx((1 - BEYOND, 1, 1 + BEYOND))
     rows = json.loads((ROOT / "docs/measured/extrapolation.json").read_text())
@@ -326,14 +333,14 @@ def test_predictions_for_more_hosts_are_taken_to_be_less_certain():
 def test_a_slow_link_is_not_measured_for_minutes(monkeypatch, rate):
     """At 15 Mb/s five kinds of collectives of 16 MB, ten times each, took nine minutes."""
     measure = pytest.importorskip("hvd_gradcomp.tuning.measure", reason="needs Horovod")
-    asked = []
+    sizes = []
     two = SimpleNamespace(size=lambda: 2, barrier=lambda: None)
     monkeypatch.setattr(measure, "horovod", two)
-    monkeypatch.setattr(measure, "_collective", lambda kind, x, name: asked.append(x.numel()))
-    monkeypatch.setattr(measure, "slowest", lambda seconds: 1e-3 + asked[-1] / rate)
-    found = measure.link(rounds=9)
-    assert found.bandwidth == pytest.approx(8 * rate, rel=0.01)
-    assert max(asked) <= max(measure.SIZES[1], 16 * rate * measure.LONG)
-    assert sum(asked) / rate < 60
-    full = measure.SIZES[-1] in asked
+    monkeypatch.setattr(measure, "_collective", lambda kind, x, name: sizes.append(x.numel()))
+    monkeypatch.setattr(measure, "slowest", lambda seconds: 1e-3 + sizes[-1] / rate)
+    measured = measure.link(rounds=9)
+    assert measured.bandwidth == pytest.approx(8 * rate, rel=0.01)
+    assert max(sizes) <= max(measure.SIZES[1], 16 * rate * measure.LONG)
+    assert sum(sizes) / rate < 60
+    full = measure.SIZES[-1] in sizes
     assert full == (rate == 1e9)

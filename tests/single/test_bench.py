@@ -96,8 +96,8 @@ def result():
 
 
 def test_bars_that_fail_are_named():
-    lines, held = curve.verdicts(result())
-    assert not held
+    lines, all_hold = curve.verdicts(result())
+    assert not all_hold
     assert lines == [
         "DGC 10 %: tape over PyTorch 2.20 FAILS, at most 1.50",
         "7 of 8 bars hold",
@@ -121,12 +121,12 @@ def test_rows_that_are_not_asked_for_stay(tmp_path, monkeypatch):
     options = SimpleNamespace(
         folder=tmp_path, only=["QSGD"], parts=["codecs"], threads=1, rounds=1, device="cpu"
     )
-    asked = points.chosen(points.every(), options.only)[:1]
-    monkeypatch.setattr(curve, "codecs", lambda *_: [(asked[0], {"copies": 3.0})])
-    before = {"rows": {"another": {"method": "another"}, asked[0].name: {"method": "old"}}}
+    selected = points.chosen(points.every(), options.only)[:1]
+    monkeypatch.setattr(curve, "codecs", lambda *_: [(selected[0], {"copies": 3.0})])
+    before = {"rows": {"another": {"method": "another"}, selected[0].name: {"method": "old"}}}
     (tmp_path / "curve.json").write_text(json.dumps(before))
-    rows = curve.run(asked, options)["rows"]
+    rows = curve.run(selected, options)["rows"]
     assert rows["another"] == {"method": "another"}
-    assert rows[asked[0].name]["codec"] == {"copies": 3.0}
+    assert rows[selected[0].name]["codec"] == {"copies": 3.0}
     options.only = []
-    assert list(curve.run(asked, options)["rows"]) == [asked[0].name]
+    assert list(curve.run(selected, options)["rows"]) == [selected[0].name]

@@ -91,21 +91,21 @@ def test_what_is_never_closed_is_seen():
     )
 
 
-def told(said="", replicas=SURVIVED, names=True, step=0):
-    return {"said": said, "replicas": replicas, "names": names, "step": step}
+def told_by_rank(message="", replicas=SURVIVED, names=True, step=0):
+    return {"said": message, "replicas": replicas, "names": names, "step": step}
 
 
 @pytest.mark.parametrize(
     ("kind", "lines", "outcome"),
     [
-        ("modes", [told(), told()], "survived"),
-        ("modes", [told(), told(replicas=["altered", "by 1"])], "altered"),
-        ("modes", [told(), told("ValueError: no")], "failed"),
-        ("pairs", [told("ValueError: no")] * 2, "ended"),
-        ("pairs", [told("ValueError: no", step=3)] * 2, "late"),
-        ("pairs", [told("RuntimeError: storage", names=False)] * 2, "unexplained"),
-        ("pairs", [told("ValueError: no"), told()], "diverged"),
-        ("pairs", [told()], "hung"),
+        ("modes", [told_by_rank(), told_by_rank()], "survived"),
+        ("modes", [told_by_rank(), told_by_rank(replicas=["altered", "by 1"])], "altered"),
+        ("modes", [told_by_rank(), told_by_rank("ValueError: no")], "failed"),
+        ("pairs", [told_by_rank("ValueError: no")] * 2, "ended"),
+        ("pairs", [told_by_rank("ValueError: no", step=3)] * 2, "late"),
+        ("pairs", [told_by_rank("RuntimeError: storage", names=False)] * 2, "unexplained"),
+        ("pairs", [told_by_rank("ValueError: no"), told_by_rank()], "diverged"),
+        ("pairs", [told_by_rank()], "hung"),
     ],
 )
 def test_a_situation_comes_to_the_worst_that_a_rank_tells(kind, lines, outcome):

@@ -21,7 +21,7 @@ import hvd_gradcomp
 from hvd_gradcomp import NoneCompressor, StromCompressor
 from hvd_gradcomp.cli import (
     COMMANDS,
-    advised,
+    advise_report,
     bench,
     compare,
     hosts,
@@ -32,26 +32,27 @@ from hvd_gradcomp.cli import (
 )
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.tuning import models
+from hvd_gradcomp.tuning.recommend import Span
 from tests.methods import CLASSES, EVERY
 
 pytestmark = pytest.mark.usefixtures("horovod_ends")
 
 
-def said(*arguments: str) -> tuple[int, str]:
+def run_command(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(main, list(arguments), prog_name="hvd-gradcomp")
     return result.exit_code, result.output
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command):
-    code, text = said(command, "--help")
+    code, text = run_command(command, "--help")
     assert code == 0
-    assert command in said("--help")[1]
+    assert command in run_command("--help")[1]
     assert "hvd-gradcomp" in text
 
 
 def test_the_list_of_commands_has_whole_sentences():
-    listed = said("--help")[1].partition("Commands:")[2]
+    listed = run_command("--help")[1].partition("Commands:")[2]
     assert listed.count("\n  ") == len(COMMANDS) and "..." not in listed, listed
 
 
@@ -134,7 +135,7 @@ def test_the_list_of_commands_has_whole_sentences():
 )
 def test_bad_input_is_named(arguments, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, text = said(*arguments)
+    code, text = run_command(*arguments)
     assert code == 2, text
     assert words in " ".join(text.split())
     assert "Traceback" not in text
@@ -199,7 +200,7 @@ def test_code_of_a_user_that_does_not_fit_is_a_sentence(
     monkeypatch.syspath_prepend(str(tmp_path))
     *before, last = command
     last = (last, f"{name}:model") if last == "-m" else (f"{name}:{last}",)
-    done, text = said(*before, *last, "-c", "dgc")
+    done, text = run_command(*before, *last, "-c", "dgc")
     assert done == code, text
     assert words in " ".join(text.split()) and "Traceback" not in text
     assert len(text.splitlines()) <= 5
@@ -245,24 +246,33 @@ figures = st.floats(1e-3, 1e6)
 @given(st.lists(figures, min_size=9, max_size=9), st.sampled_from([*options.usual().values()]))
 def test_tables_fit_a_terminal(drawn, compressor):
     low, middle, high, *_ = sorted(drawn)
-    step = {"way": brief(compressor), "ms": middle, "min": low, "max": high, "bytes": high}
+    step = {"method": brief(compressor), "ms": middle, "min": low, "max": high, "bytes": high}
     ratios = dict(zip(("element_ratio", "byte_ratio", "ratio", "times_faster"), drawn))
     rest = dict(zip(("encode", "collective", "decode", "loss"), drawn[4:]))
     row = {**step, **ratios, **rest, "ms": middle + 1e-3}
-    advice = {
-        **row,
-        "predicted_ms": middle,
-        "exchange_span_ms": (low, middle, high),
-        "step_ms": middle,
-        "faster": (low, middle, high),
-        "pays_below": high,
-        "hosts": dict.fromkeys(advised.HOSTS, high),
-    }
+    span = Span(low, middle, high)
+    advice = advise_report.Row(
+        method=brief(compressor),
+        element_ratio=row["element_ratio"],
+        byte_ratio=row["byte_ratio"],
+        predicted_ms=middle,
+        measured_ms=None,
+        error=None,
+        exchange_span_ms=span,
+        step_ms=middle,
+        step_span_ms=span,
+        faster=span,
+        local_ms=dict.fromkeys(advise_report.EVERY, high),
+        pays_below=high,
+        pays_below_span=span,
+        hosts=dict.fromkeys(advise_report.HOSTS, high),
+    )
     for text in (
         bench.table([row]),
         compare._table([row]),
-        advised.table([advice], measured=True),
-        advised.hosts([advice]),
+        advise_report.table([advice], measured=True),
+        advise_report.hosts([advice]),
+        advise_report.local_steps([advice]),
     ):
         assert max(map(len, text.splitlines())) <= options.WIDTH, text
 
@@ -270,7 +280,7 @@ def test_tables_fit_a_terminal(drawn, compressor):
 def test_ranks_without_horovod_are_a_plain_error(monkeypatch):
     monkeypatch.setattr(launching, "find_spec", lambda name: None, raising=False)
     monkeypatch.setattr(launching, "run", lambda command: 1)  # as Python ends without it
-    code, text = said("bench", "-np", "2")
+    code, text = run_command("bench", "-np", "2")
     assert code == 1
     words = " ".join(text.split())
     assert "-np starts ranks by horovodrun, and Horovod is not installed. `" in words
@@ -280,7 +290,7 @@ def test_ranks_without_horovod_are_a_plain_error(monkeypatch):
 @pytest.mark.parametrize("command", [("bench",), ("advise", "--bandwidth", "10")])
 def test_what_measures_over_horovod_says_so_without_it(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "horovod.torch", None)
-    code, text = said(*command)
+    code, text = run_command(*command)
     assert code == 1 and len(text.splitlines()) == 1
     assert "this command measures over Horovod for PyTorch, which does not import" in text
     assert "build-horovod` installs it; without it `hvd-gradcomp compare --ddp`" in text
@@ -292,7 +302,9 @@ def test_what_measures_over_horovod_says_so_without_it(command, monkeypatch):
 )
 def test_a_rendezvous_that_cannot_be_is_a_sentence(host, words):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        code, text = said("rendezvous", "--host", host, "--port", str(taken.getsockname()[1]))
+        code, text = run_command(
+            "rendezvous", "--host", host, "--port", str(taken.getsockname()[1])
+        )
     assert code == 1 and text.startswith(f"Error: cannot listen on {host}, port ")
     assert words in text and "Give an address of this machine" in text and "Traceback" not in text
 

@@ -34,9 +34,9 @@ def test_without_work_and_latency_it_is_the_papers_model(p, c):
     """Tsuzuku et al., section 5: T_r = 2(p-1)Ns*beta/p, and allgather T_v = (p-1)*Ns/c*beta."""
     N = 1e6
     dense = Dense("dense", [(0.0, N)]).seconds(ideal(), p)
-    way = Way("way", {p: [[[Bucket(0.0, (0.0, 0.0), (("allgather", N / c),))]]]})
+    costs = Way("way", {p: [[[Bucket(0.0, (0.0, 0.0), (("allgather", N / c),))]]]})
     assert dense == pytest.approx(2 * (p - 1) * N / p)
-    assert dense / way.seconds(ideal(), p) == pytest.approx(2 * c / p)
+    assert dense / costs.seconds(ideal(), p) == pytest.approx(2 * c / p)
 
 
 stages = st.tuples(seconds, seconds, st.floats(0, 100), seconds)
@@ -101,8 +101,8 @@ def test_work_grows_on_a_line_and_shards_shrink(p):
         return Bucket(0.0, (1.0, 0.0, 0.5 * ranks), asks)
 
     link = ideal()
-    way = Way("two shots", {n: [[[cost(n)]]] for n in (2, 4, 16)})
-    assert way.seconds(link, p) == pytest.approx(step_seconds([[cost(p)]], link, p))
+    costs = Way("two shots", {n: [[[cost(n)]]] for n in (2, 4, 16)})
+    assert costs.seconds(link, p) == pytest.approx(step_seconds([[cost(p)]], link, p))
 
 
 @given(st.integers(2, 2000), st.floats(1, 5000))
@@ -113,21 +113,21 @@ def test_no_allgather_takes_longer_than_an_allreduce_of_everything(p, size):
         return Bucket(0.0, (1.0, 0.5 * ranks), (("allgather", size),), 4000.0)
 
     link, turn = ideal(), 8000.0 / size
-    way = Way("words", {n: [[[cost(n)]]] for n in (2, 4)})
+    costs = Way("words", {n: [[[cost(n)]]] for n in (2, 4)})
     if p in (2, 4) or size * p <= 8000.0:
-        assert way.seconds(link, p) == pytest.approx(step_seconds([[cost(p)]], link, p))
+        assert costs.seconds(link, p) == pytest.approx(step_seconds([[cost(p)]], link, p))
     else:
         expected = 1 + volume("allreduce", 4000.0, p) + 0.5 * turn
-        assert way.seconds(link, p) == pytest.approx(expected)
+        assert costs.seconds(link, p) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("ranks", "summed"), [(6, False), (12, True), (16, True), (99, True)])
 def test_what_was_measured_both_ways_is_what_it_is_on_its_side(ranks, summed):
     few = Bucket(0.0, (1.0, 2.0), (("allgather", 1000.0),), 4000.0)
     many = Bucket(0.0, (1.0, 0.0, 3.0), (("allgather", 32.0), ("allreduce", 4000.0)), 4000.0)
-    way = Way("words", {4: [[[few]]], 16: [[[many]]]})
+    costs = Way("words", {4: [[[few]]], 16: [[[many]]]})
     expected = step_seconds([[many if summed else few]], ideal(), ranks)
-    assert way.seconds(ideal(), ranks) == pytest.approx(expected)
+    assert costs.seconds(ideal(), ranks) == pytest.approx(expected)
 
 
 def test_the_slowest_rank_of_the_median_round_counts():

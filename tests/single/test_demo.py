@@ -43,8 +43,8 @@ def test_it_says_why_compressed_steps_are_slower_and_what_a_link_makes_of_them(
     text = printed(monkeypatch, tmp_path)
     assert demo.ONE_MACHINE in text
     runs = {run["rate"]: run["exchange"] for run in json.loads(demo.HOSTS.read_text())["runs"]}
-    for rate, way in (("1gbit", "QSGD()"), ("100mbit", "Variance(alpha=4.3)")):
-        (one,) = [one for one in runs[rate] if one["way"] == way]
+    for rate, name in (("1gbit", "QSGD()"), ("100mbit", "Variance(alpha=4.3)")):
+        (one,) = [one for one in runs[rate] if one["method"] == name]
         assert f"{one['ms']:,.0f} ({one['times_faster']:.1f}x)" in text
     assert text.index("dense") < text.index("QSGD()") < text.index("Variance(alpha=1.0)")
 

@@ -78,11 +78,11 @@ def horovod(folder):
 @real
 def test_no_horovod(tmp_path):
     python = environment(tmp_path / "env", but=("horovod",))
-    found = diagnose("--framework", "torch", python=python, code=0)
-    assert found["PyTorch"].mark == "ok"
-    assert found["Horovod"].mark == "warn"
-    assert "DistributedDataParallel without it" in found["Horovod"].fact
-    assert found["Horovod"].remedy == f"{python} {BUILD}"
+    findings = diagnose("--framework", "torch", python=python, code=0)
+    assert findings["PyTorch"].mark == "ok"
+    assert findings["Horovod"].mark == "warn"
+    assert "DistributedDataParallel without it" in findings["Horovod"].fact
+    assert findings["Horovod"].remedy == f"{python} {BUILD}"
 
 
 @real
@@ -90,21 +90,21 @@ def test_no_horovod_and_no_tensorflow(tmp_path):
     """A user of PyTorch is not told to install TensorFlow."""
     python = environment(tmp_path / "env", but=("horovod", "tensorflow"))
     for chosen in ((), ("--framework", "torch")):
-        found = diagnose(*chosen, python=python, code=0)["Horovod"]
-        assert found.fact.startswith("not installed: hvd_gradcomp.torch.ddp")
+        finding = diagnose(*chosen, python=python, code=0)["Horovod"]
+        assert finding.fact.startswith("not installed: hvd_gradcomp.torch.ddp")
         alone = f"HOROVOD_WITHOUT_TENSORFLOW=1 {python} {BUILD}  # for PyTorch alone"
-        assert found.remedy == alone
+        assert finding.remedy == alone
 
 
 @real
 def test_horovod_without_torch(tmp_path):
     (extension,) = (horovod(tmp_path) / "torch").glob("mpi_lib_v2*.so")
     extension.unlink()
-    found = diagnose("--framework", "torch", path=[tmp_path])
-    assert found["Horovod"].mark == "ok"
-    assert found["Horovod for PyTorch"].mark == "fail"
-    assert "has not been built" in found["Horovod for PyTorch"].fact
-    assert found["Horovod for PyTorch"].remedy == f"{sys.executable} {BUILD}"
+    findings = diagnose("--framework", "torch", path=[tmp_path])
+    assert findings["Horovod"].mark == "ok"
+    assert findings["Horovod for PyTorch"].mark == "fail"
+    assert "has not been built" in findings["Horovod for PyTorch"].fact
+    assert findings["Horovod for PyTorch"].remedy == f"{sys.executable} {BUILD}"
 
 
 @real
@@ -114,14 +114,14 @@ def test_without_gloo_and_another_version(tmp_path):
     asks = "bool(self.MPI_LIB_CTYPES.horovod_gloo_built())"
     replace(package / "common" / "basics.py", asks, "False")
     replace(package / "__init__.py", "0.28.1", "0.27.0")
-    found = diagnose("--framework", "torch", path=[tmp_path])
-    assert found["gloo"].mark == "warn"
-    assert found["gloo"].fact == "not built for PyTorch: start with horovodrun --mpi"
-    assert found["gloo"].remedy == f"{sys.executable} {BUILD}"
-    assert found["MPI"].mark == "ok"
-    assert found["Horovod"].mark == "fail"
-    assert "0.27.0 is not supported, 0.28.1 is" in found["Horovod"].fact
-    assert found["Horovod"].remedy == f"{sys.executable} {BUILD}"
+    findings = diagnose("--framework", "torch", path=[tmp_path])
+    assert findings["gloo"].mark == "warn"
+    assert findings["gloo"].fact == "not built for PyTorch: start with horovodrun --mpi"
+    assert findings["gloo"].remedy == f"{sys.executable} {BUILD}"
+    assert findings["MPI"].mark == "ok"
+    assert findings["Horovod"].mark == "fail"
+    assert "0.27.0 is not supported, 0.28.1 is" in findings["Horovod"].fact
+    assert findings["Horovod"].remedy == f"{sys.executable} {BUILD}"
 
 
 def replace(path, old, new):
@@ -137,10 +137,10 @@ def test_keras_3_with_the_stock_optimizer(tmp_path):
     train.write_text("import horovod.tensorflow.keras as hvd\nhvd.init()\n")
     assert diagnose(str(train), python=python)["your code"].mark == "ok"
     train.write_text(train.read_text() + "optimizer = hvd.DistributedOptimizer(sgd)\n")
-    found = diagnose(str(tmp_path), python=python)["your code"]
-    assert found.mark == "fail"
-    assert f"{train}:3: horovod.tensorflow.keras.DistributedOptimizer" in found.fact
-    assert found.remedy == "import hvd_gradcomp.tensorflow.keras as hvd"
+    finding = diagnose(str(tmp_path), python=python)["your code"]
+    assert finding.mark == "fail"
+    assert f"{train}:3: horovod.tensorflow.keras.DistributedOptimizer" in finding.fact
+    assert finding.remedy == "import hvd_gradcomp.tensorflow.keras as hvd"
 
 
 HOSTNAME = """
@@ -158,40 +158,40 @@ def test_hostname_that_resolves_to_loopback(bare, tmp_path):
     if not shutil.which("unshare") or subprocess.run(works, capture_output=True).returncode:
         pytest.skip("the kernel, or the container, allows no namespace of one's own")
     under = [*unshare, "sh", "-ec", HOSTNAME, "sh"]
-    found = diagnose(python=bare, under=[*under, "127.0.0.1", str(tmp_path / "hosts")])
-    assert found["hostname"].mark == "warn"
-    assert found["hostname"].fact.startswith("host9 resolves to 127.0.0.1")
-    comment, line = found["hostname"].remedy.splitlines()
+    findings = diagnose(python=bare, under=[*under, "127.0.0.1", str(tmp_path / "hosts")])
+    assert findings["hostname"].mark == "warn"
+    assert findings["hostname"].fact.startswith("host9 resolves to 127.0.0.1")
+    comment, line = findings["hostname"].remedy.splitlines()
     assert comment.startswith("# in /etc/hosts")
     address, name = line.split()
     assert not address.startswith("127.")
     assert name == "host9"
-    found = diagnose(python=bare, under=[*under, "10.9.8.7", str(tmp_path / "hosts")])
-    assert found["hostname"] == doctor.Finding("ok", "hostname", "host9 is 10.9.8.7")
+    findings = diagnose(python=bare, under=[*under, "10.9.8.7", str(tmp_path / "hosts")])
+    assert findings["hostname"] == doctor.Finding("ok", "hostname", "host9 is 10.9.8.7")
 
 
 def test_hostname_where_no_namespace_can_be_made(monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    (found,) = doctor._hostname(several=False, timeout=60)
-    assert (found.mark, found.remedy.splitlines()[-1].split()[-1]) == ("warn", "localhost")
-    (found,) = doctor._hostname(several=True, timeout=60)
-    assert found.mark == "fail"
+    (finding,) = doctor._hostname(several=False, timeout=60)
+    assert (finding.mark, finding.remedy.splitlines()[-1].split()[-1]) == ("warn", "localhost")
+    (finding,) = doctor._hostname(several=True, timeout=60)
+    assert finding.mark == "fail"
 
 
 def test_hosts_that_others_cannot_reach(bare):
-    found = diagnose("--hosts", "localhost:2,nowhere.invalid", python=bare)
-    assert found["host localhost"].fact.startswith("resolves to ")
-    assert found["host localhost"].mark == found["host nowhere.invalid"].mark == "fail"
-    assert found["host nowhere.invalid"].fact == "does not resolve here"
+    findings = diagnose("--hosts", "localhost:2,nowhere.invalid", python=bare)
+    assert findings["host localhost"].fact.startswith("resolves to ")
+    assert findings["host localhost"].mark == findings["host nowhere.invalid"].mark == "fail"
+    assert findings["host nowhere.invalid"].fact == "does not resolve here"
 
 
 @pytest.mark.skipif(not shutil.which("ssh"), reason="needs ssh")
 def test_a_host_without_sshd():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    found = doctor._remote("127.0.0.1", "127.0.0.1", port, 20)
-    assert found.mark == "fail"
-    assert f"ssh -v -p {port} 127.0.0.1" in found.remedy
+    finding = doctor._remote("127.0.0.1", "127.0.0.1", port, 20)
+    assert finding.mark == "fail"
+    assert f"ssh -v -p {port} 127.0.0.1" in finding.remedy
 
 
 def test_a_host_that_only_ssh_knows_is_asked_as_its_user(tmp_path, monkeypatch):
@@ -222,10 +222,10 @@ def test_a_user_of_a_host_is_not_part_of_its_name():
 
 
 def test_nothing_installed(bare):
-    found = diagnose(python=bare)
+    findings = diagnose(python=bare)
     for what in ("PyTorch", "TensorFlow", "Horovod"):
-        assert (found[what].mark, found[what].fact) == ("fail", "not installed")
-    assert "pip install 'torch>=2.0'" in found["PyTorch"].remedy
+        assert (findings[what].mark, findings[what].fact) == ("fail", "not installed")
+    assert "pip install 'torch>=2.0'" in findings["PyTorch"].remedy
 
 
 STANDS_FOR = {
@@ -266,10 +266,10 @@ def test_broken_builds(build, what, says, cures, bare, tmp_path):
     (tmp_path / "horovod" / "metadata.json").write_text('{"pytorch": "2.4.0"}')
     began = time.monotonic()
     patience = "3" if "sleep" in build else "30"  # an import on a busy machine may take seconds
-    found = diagnose("--timeout", patience, python=bare, path=[tmp_path])
+    findings = diagnose("--timeout", patience, python=bare, path=[tmp_path])
     assert time.monotonic() - began < 60
-    assert says in found[what].fact
-    assert cures in found[what].remedy
+    assert says in findings[what].fact
+    assert cures in findings[what].remedy
 
 
 def test_a_rank_that_hangs_says_where(tmp_path):
@@ -286,11 +286,11 @@ def test_a_rank_that_hangs_says_where(tmp_path):
 
 def test_what_takes_too_long_is_ended_with_all_that_it_started(tmp_path):
     started = tmp_path / "pid"
-    code, said = inspection.run(["sh", "-c", f"sleep 600 & echo $! | tee {started}; wait"], 1)
+    code, output = inspection.run(["sh", "-c", f"sleep 600 & echo $! | tee {started}; wait"], 1)
     assert code is None
-    assert said.strip() == started.read_text().strip()
+    assert output.strip() == started.read_text().strip()
     time.sleep(0.2)
-    assert not alive(int(said))
+    assert not alive(int(output))
 
 
 def test_a_variable_that_means_nothing_is_named_with_the_nearest(monkeypatch):
@@ -338,9 +338,9 @@ CODE = {
 def test_finds_in_code_what_stock_horovod_does_wrongly(code, names, tmp_path):
     path = tmp_path / "train.py"
     path.write_text(code)
-    found = list(usercode.faults(path, keras3=True))
-    assert len(found) == (names is not None)
-    for fault in found:
+    listed = list(usercode.faults(path, keras3=True))
+    assert len(listed) == (names is not None)
+    for fault in listed:
         assert fault.line == code.count("\n") + 1
         assert names in fault.what
         assert fault.remedy.startswith("import hvd_gradcomp.t")
@@ -352,9 +352,9 @@ def test_own_examples_are_sound_and_what_is_not_python_is_named(tmp_path, bare):
     for path in usercode.sources([str(ROOT / "examples")]):
         assert list(usercode.faults(path, keras3=True)) == []
     (tmp_path / "old.py").write_text("print 'no'\n")
-    found = diagnose(str(tmp_path), python=bare)
-    assert found["your code"].mark == "warn"
-    assert "old.py" in found["your code"].fact
+    findings = diagnose(str(tmp_path), python=bare)
+    assert findings["your code"].mark == "warn"
+    assert "old.py" in findings["your code"].fact
 
 
 @real

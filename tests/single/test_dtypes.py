@@ -73,9 +73,9 @@ def both(work):
 
 def check(results):
     for complex_ones, real_ones in results:
-        for mine, real in zip(complex_ones, real_ones):
-            assert torch.equal(mine, real)
-            assert mine.isfinite().all()
+        for ours, real in zip(complex_ones, real_ones):
+            assert torch.equal(ours, real)
+            assert ours.isfinite().all()
 
 
 @pytest.mark.parametrize(

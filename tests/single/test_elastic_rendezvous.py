@@ -57,17 +57,17 @@ def test_who_is_silent_is_left_out_soon(store):
     meet(three)
     died(three[1])
     begin = time.monotonic()
-    found = meet([three[0], three[2]])
+    outcomes = meet([three[0], three[2]])
     assert time.monotonic() - begin < TIMEOUT
-    assert found[0] == found[1] and three[1].process not in found[0].processes
+    assert outcomes[0] == outcomes[1] and three[1].process not in outcomes[0].processes
 
 
 def test_who_left_is_not_waited_for_and_finished_ranks_count(store):
     two = [process(store, minimum=2) for _ in range(2)]
     meet(two)
     two[0].leave(LeaveNotice(finished=True, handed_over=False, exchanges=[3]))
-    (found,) = meet(two[1:])
-    assert found.processes == [two[1].process] and found.before[:] != found.processes
+    (outcome,) = meet(two[1:])
+    assert outcome.processes == [two[1].process] and outcome.before[:] != outcome.processes
     assert two[1].leave_notice(two[0].process) == LeaveNotice(True, False, [3])
     assert two[1].leave_notice(two[1].process) is None
 
@@ -81,31 +81,31 @@ def test_who_joins_is_seen_and_waits_for_those_that_train(store):
         joining = pool.submit(new.meet)
         time.sleep(0.3)
         assert two[0].called and not joining.done()
-        found = meet(two)
-        assert joining.result() == found[0] and found[0].processes[-1] == new.process
+        outcomes = meet(two)
+        assert joining.result() == outcomes[0] and outcomes[0].processes[-1] == new.process
     late = process(store, maximum=3)  # there is no room
-    (said,) = meet([late])
-    assert "with no place to give as max_ranks=3" in said and not two[0].called
+    (error,) = meet([late])
+    assert "with no place to give as max_ranks=3" in error and not two[0].called
 
 
 def test_two_that_come_late_do_not_begin_without_those_that_train(store):
     one = process(store, timeout=60.0)
     meet([one])
-    for said in meet([process(store), process(store)]):
-        assert "2 of at least 1 ranks have met" in said and one.process in said
+    for error in meet([process(store), process(store)]):
+        assert "2 of at least 1 ranks have met" in error and one.process in error
 
 
 def test_too_few_are_an_error_on_all(store):
-    for said in meet([process(store, minimum=3) for _ in range(2)]):
-        assert "2 of at least 3 ranks have met at localhost:" in said
+    for error in meet([process(store, minimum=3) for _ in range(2)]):
+        assert "2 of at least 3 ranks have met at localhost:" in error
 
 
 def test_a_training_that_has_ended_does_not_begin_again(store):
     one = process(store)
     meet([one])
     one.leave(LeaveNotice(True, False, []))
-    (said,) = meet([process(store)])
-    assert "the training 'training' has ended" in said
+    (error,) = meet([process(store)])
+    assert "the training 'training' has ended" in error
     (other,) = meet([process(store, name="another")])
     assert other.number == 1
 
@@ -117,8 +117,8 @@ def test_a_store_that_is_gone(caplog):
     del store
     assert not one.called and not one.called
     assert caplog.text.count("does not answer: training goes on") == 1
-    (said,) = meet([one])
-    assert "a meeting of the ranks failed: the rendezvous at localhost:" in said
+    (error,) = meet([one])
+    assert "a meeting of the ranks failed: the rendezvous at localhost:" in error
 
 
 def test_no_other_address_than_that_of_the_host_answers():
@@ -139,8 +139,8 @@ def test_no_other_address_than_that_of_the_host_answers():
 )
 def test_what_cannot_be_listened_on_is_a_message(arguments, message, store):
     taken = [str(store.port)] if arguments[-1] == "--port" else []
-    found = CliRunner().invoke(main, ["rendezvous", *arguments, *taken])
-    assert found.exit_code and message in found.output and "Traceback" not in found.output
+    result = CliRunner().invoke(main, ["rendezvous", *arguments, *taken])
+    assert result.exit_code and message in result.output and "Traceback" not in result.output
 
 
 @pytest.mark.parametrize(

@@ -46,12 +46,12 @@ def draw(world, random):
 def test_orthogonalize_on_both_frameworks(shape):
     x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     for dtype in ("float32", "float64"):
-        mine = [
+        results = [
             np.asarray(TorchOps().orthogonalize(torch.tensor(x.astype(dtype)))),
             np.asarray(TensorFlowOps().orthogonalize(tf.constant(x.astype(dtype)))),
             np.asarray(tf.function(TensorFlowOps().orthogonalize)(tf.constant(x.astype(dtype)))),
         ]
-        for q in mine:
+        for q in results:
             assert q.dtype == dtype and q.shape == shape
             product = np.swapaxes(q, -1, -2) @ q
             np.testing.assert_allclose(
@@ -60,7 +60,7 @@ def test_orthogonalize_on_both_frameworks(shape):
             inside = np.swapaxes(q, -1, -2) @ x  # upper triangular, its diagonal not negative
             np.testing.assert_allclose(np.tril(inside, -1), 0.0, atol=1e-4)
             assert (np.diagonal(inside, axis1=-2, axis2=-1) >= 0).all()
-            np.testing.assert_allclose(q, mine[0], atol=1e-4)
+            np.testing.assert_allclose(q, results[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("ops", [TorchOps(), TensorFlowOps()], ids=lambda ops: type(ops).__name__)
@@ -81,16 +81,16 @@ def test_nothing_is_lost(compressor, size, average):
     """What the ranks have received and what they keep is what there was."""
     world = world_of(compressor, size=size, average=average)
     random = torch.Generator().manual_seed(1)
-    there = received = 0
+    accumulated = received = 0
     for _ in range(12):
         gradients = draw(world, random)
-        given = [g.clone() for g in gradients]
+        copies = [g.clone() for g in gradients]
         totals = world.step(gradients)
         assert all(torch.equal(total, totals[0]) for total in totals), "replicas differ"
-        there = there + sum(given).double()
+        accumulated = accumulated + sum(copies).double()
         received = received + totals[0].double() * (size if average else 1)
     kept = sum(residual_of(compressor, state).double() for state in world.states)
-    torch.testing.assert_close(received + kept, there, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(received + kept, accumulated, atol=1e-4, rtol=1e-4)
     sent = compressor.report(world.layout, world.states[0], world.steps).sent
     bytes_ = sum(round(compressor.layer_bytes(shape)) for shape in world.layout.shapes)
     assert 4 * sum(sent) == bytes_ * world.steps
@@ -125,8 +125,8 @@ def test_both_frameworks_agree(compressor):
         gradients = draw(worlds[0], random)
         expected = worlds[0].step(gradients)[0]
         assert torch.equal(worlds[1].step(gradients)[0], expected)
-        found = other.step([tf.constant(g.numpy()) for g in gradients])[0]
-        np.testing.assert_allclose(np.asarray(found), expected, rtol=1e-3, atol=1e-3)
+        total = other.step([tf.constant(g.numpy()) for g in gradients])[0]
+        np.testing.assert_allclose(np.asarray(total), expected, rtol=1e-3, atol=1e-3)
 
 
 @every
@@ -197,10 +197,10 @@ class Coarse(QuantizedCompressor):
 
 @dataclass(frozen=True)
 class Halved(LinearCompressor):
-    def encode(self, ops, gradient):
+    def to_code(self, ops, gradient):
         return ops.scale(gradient, 0.5)
 
-    def decode(self, ops, layout, code):
+    def from_code(self, ops, layout, code):
         return ops.scale(code, 2.0)
 
 
@@ -212,7 +212,7 @@ def test_a_method_has_no_more_than_the_holes_of_its_family(compressor, ops, size
     world = world_of(compressor, ops, size)
     for _ in range(3):
         drawn = draw(world_of(compressor, size=size), torch.Generator().manual_seed(1))
-        given = drawn if isinstance(ops, TorchOps) else [tf.constant(g.numpy()) for g in drawn]
-        totals = [np.asarray(total) for total in world.step(given)]
+        inputs = drawn if isinstance(ops, TorchOps) else [tf.constant(g.numpy()) for g in drawn]
+        totals = [np.asarray(total) for total in world.step(inputs)]
         assert all(np.array_equal(total, totals[0]) for total in totals), "replicas differ"
         assert np.isfinite(totals[0]).all() and totals[0].any()

@@ -50,17 +50,17 @@ def gradients(step, shapes=SHAPES, ranks=RANKS, noise=0.05):
     """Few directions that change slowly, and noise: [rank][layer]."""
     fixed = np.random.default_rng(1)
     directions = [fixed.standard_normal((3, int(np.prod(shape)))) for shape in shapes]
-    found = []
+    drawn = []
     for rank in range(ranks):
         random = np.random.default_rng((step, rank))
         mixed = [random.standard_normal(3) @ d + 0.5 for d in directions]
-        found.append(
+        drawn.append(
             [
                 (x + noise * random.standard_normal(x.shape)).astype(np.float32).reshape(shape)
                 for x, shape in zip(mixed, shapes)
             ]
         )
-    return found
+    return drawn
 
 
 def run(compressor, ops, tensor, steps, shapes=SHAPES, ranks=RANKS, filters_last=False):
@@ -95,13 +95,13 @@ def test_agrees_with_plain_loops(case, filters_last):
     oracle = GradiVeQ(SHAPES, filters_last, RANKS, **options)
     phases = set()
     for step in range(30):
-        given = gradients(step)
-        total = world.step([world.flat([torch.from_numpy(x) for x in rank]) for rank in given])[0]
-        expected = oracle.step(given)
+        drawn = gradients(step)
+        total = world.step([world.flat([torch.from_numpy(x) for x in rank]) for rank in drawn])[0]
+        expected = oracle.step(drawn)
         phases.add(oracle.phase)
         for start, size, mean in zip(layout.offsets, layout.sizes, expected):
-            mine = total[start : start + size].numpy()
-            np.testing.assert_allclose(mine, mean.reshape(-1), rtol=1e-3, atol=2e-4)
+            layer_total = total[start : start + size].numpy()
+            np.testing.assert_allclose(layer_total, mean.reshape(-1), rtol=1e-3, atol=2e-4)
         if oracle.loss is not None:
             assert float(world.states[0].loss) == pytest.approx(oracle.loss, abs=1e-4)
         if compressor.feedback:
@@ -161,8 +161,10 @@ def test_with_feedback_the_sum_over_ranks_loses_nothing(sampling, average):
         flat = [world.flat([torch.from_numpy(x) for x in rank]) for rank in gradients(step)]
         before = kept()
         total = world.step(flat)[0]
-        there = before + sum(g.double() for g in flat)
-        torch.testing.assert_close(kept() + share * total.double(), there, rtol=1e-4, atol=1e-3)
+        accumulated = before + sum(g.double() for g in flat)
+        torch.testing.assert_close(
+            kept() + share * total.double(), accumulated, rtol=1e-4, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize("ops", [TorchOps(), TensorFlowOps()], ids=["torch", "tensorflow"])
@@ -174,15 +176,15 @@ def test_with_feedback_what_half_precision_rounds_off_is_kept(ops):
     world = World(compressor, ops, layout_of(compressor), RANKS, average=False)
     make = torch.from_numpy if isinstance(ops, TorchOps) else tf.constant
     for step in range(9):
-        given = gradients(step)
-        flat = [world.flat([make(x * (r == step % RANKS)) for x in g]) for r, g in enumerate(given)]
-        before, there = (
+        drawn = gradients(step)
+        flat = [world.flat([make(x * (r == step % RANKS)) for x in g]) for r, g in enumerate(drawn)]
+        before, accumulated = (
             sum(np.asarray(x, np.float64) for x in some)
             for some in ([s.r for s in world.states], flat)
         )
         total = np.asarray(world.step(flat)[0], np.float64)
         kept = sum(np.asarray(s.r, np.float64) for s in world.states)
-        np.testing.assert_allclose(kept + total, before + there, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(kept + total, before + accumulated, rtol=0, atol=1e-6)
     assert np.abs(kept).max() > 1e-4
 
 
@@ -231,8 +233,8 @@ def test_tensorflow_traces_it_whole(how):
         return projection.decode(compressor.slicing, ops, world.layout, code, state), lost
 
     traced = tf.function(back, jit_compile=how == "xla", autograph=False)(gradient)
-    for mine, theirs in zip(traced, back(gradient)):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(traced, back(gradient)):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 @compiles_whole
@@ -264,9 +266,9 @@ def test_filters_last_is_the_same_layer_stored_otherwise():
     ops = TorchOps()
     other = World(compressor, ops, layout_of(compressor, ((3, 3, 4, 8),), True), RANKS)
     for step in range(10):
-        given = gradients(step, ((8, 4, 3, 3),))
+        drawn = gradients(step, ((8, 4, 3, 3),))
         flat = [
-            torch.from_numpy(rank[0].transpose(2, 3, 1, 0).reshape(-1).copy()) for rank in given
+            torch.from_numpy(rank[0].transpose(2, 3, 1, 0).reshape(-1).copy()) for rank in drawn
         ]
         total = other.step(flat)[0].numpy().reshape(3, 3, 4, 8).transpose(3, 2, 0, 1)
         np.testing.assert_array_equal(total.reshape(-1), first[step][: total.size])
@@ -299,9 +301,9 @@ def test_zero_and_constant_gradients():
     for value in (0.0, 2.5):
         world = World(compressor, TorchOps(), layout_of(compressor), 2)
         for _ in range(20):
-            given = [world.flat([torch.full(s, value) for s in SHAPES]) for _ in range(2)]
-            total = world.step(given)[0]
-        torch.testing.assert_close(total, given[0], msg="the mean of the samples is kept")
+            flats = [world.flat([torch.full(s, value) for s in SHAPES]) for _ in range(2)]
+            total = world.step(flats)[0]
+        torch.testing.assert_close(total, flats[0], msg="the mean of the samples is kept")
         assert float(world.states[0].loss) == pytest.approx(0.0, abs=1e-6)
 
 
@@ -345,10 +347,10 @@ def test_a_poisoned_gradient_is_an_error_on_all_ranks():
         compressor = GradiVeQCompressor(ratio=4, feedback=feedback, **SHORT)
         _, world, _ = run(compressor, TorchOps(), torch.from_numpy, 10)
         before = [[x.clone() for _, x in leaves(state)] for state in world.states]
-        given = [world.flat([torch.from_numpy(x) for x in rank]) for rank in gradients(10)]
-        given[1][7] = float("nan")
+        flats = [world.flat([torch.from_numpy(x) for x in rank]) for rank in gradients(10)]
+        flats[1][7] = float("nan")
         with pytest.raises(NonFiniteGradientError):
-            world.step(given)
+            world.step(flats)
         for state, old in zip(world.states, before):
             assert all(map(torch.equal, (x for _, x in leaves(state)), old))
 
@@ -462,9 +464,9 @@ def test_samples_come_from_all_slices():
         slices = np.zeros((9, 64))
         slices[5:] = random.standard_normal((4, 2)) @ directions
         kernel = slices.reshape(3, 3, 4, 16).transpose(3, 2, 0, 1)
-        given = torch.from_numpy(np.ascontiguousarray(kernel.reshape(-1), "f4"))
-        total = world.step([given])[0]
-        torch.testing.assert_close(total, given, rtol=1e-3, atol=1e-3)
+        flat = torch.from_numpy(np.ascontiguousarray(kernel.reshape(-1), "f4"))
+        total = world.step([flat])[0]
+        torch.testing.assert_close(total, flat, rtol=1e-3, atol=1e-3)
     assert float(world.states[0].loss) < 1e-4
 
 
@@ -549,13 +551,13 @@ def test_pytorch_knows_what_its_modules_are():
         torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv2d(2, 3, 3)),
         Mixed(4, 5, 6),
     )
-    found = {layer[0]: convolves(layer) for layer in layers_of(list(model.named_parameters()))}
+    kernels = {layer[0]: convolves(layer) for layer in layers_of(list(model.named_parameters()))}
     weight = "5.parametrizations.weight.original1"
-    assert {name for name, kernel in found.items() if kernel} >= {
+    assert {name for name, kernel in kernels.items() if kernel} >= {
         *("0.weight", "1.weight", "3.weight", "4.filters", weight),
     }
     assert not any(
-        found[name] for name in ("2.weight", "4.pos_embed", "0.bias", "2.bias", "6.weight")
+        kernels[name] for name in ("2.weight", "4.pos_embed", "0.bias", "2.bias", "6.weight")
     )
 
 

@@ -88,8 +88,8 @@ def test_a_method_overrides_hooks():
     one = HalvesEverything()
     world = World(one, TorchOps(), LAYOUT, 2)
     world.step(gradients(world))
-    said = one.report(LAYOUT, world.states[0], 1)
-    assert said.sent == [60, 7] and float(said.residual.sum()) == 67 / 2
+    report = one.report(LAYOUT, world.states[0], 1)
+    assert report.sent == [60, 7] and float(report.residual.sum()) == 67 / 2
     assert assign(one, LAYERS) == [one, NoneCompressor()]
 
 
@@ -124,6 +124,6 @@ def test_what_learns_rehearses_its_compressed_phase(one, ops):
         if step:
             world.states = [one.rehearsed(ops, layout, state, step) for state in world.states]
         world.step([ops.times(flat, 1.0) for _ in range(2)])
-        requests = [asked for asked, *_ in world.traffic]  # rank 0's; a tensor has a shape
-        sizes.append(sum(prod(asked.tensor.shape) * item(asked.tensor) for asked in requests))
+        requests = [request for request, *_ in world.traffic]  # rank 0's; a tensor has a shape
+        sizes.append(sum(prod(one.tensor.shape) * item(one.tensor) for one in requests))
     assert sizes[1] < sizes[0] / 2

@@ -25,10 +25,6 @@ def named(path):
     return path.name
 
 
-def test_there_are_two_images():
-    assert [path.name for path in DOCKERFILES] == ["cpu.Dockerfile", "gpu.Dockerfile"]
-
-
 @pytest.mark.parametrize("path", DOCKERFILES, ids=named)
 def test_an_image_is_multi_stage_pinned_and_runs_as_a_user(path):
     steps = instructions(path)

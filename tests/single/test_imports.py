@@ -65,18 +65,18 @@ def named(node: ast.AST) -> set[str]:
 
 def imported(module: str, types: bool = False) -> set[str]:
     """Modules imported when this one is, not inside functions; for types alone only if asked."""
-    found: set[str] = set()
+    names: set[str] = set()
 
     def visit(body):
         for node in body:
-            found.update(named(node))
+            names.update(named(node))
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
                 visit([*node.body * types, *node.orelse])
             elif isinstance(node, (ast.If, ast.Try)):
                 visit(node.body)
 
     visit(ast.parse((ROOT / module).read_text()).body)
-    return found
+    return names
 
 
 def roots(module: str) -> set[str]:
@@ -90,12 +90,12 @@ def targets(module: str, types: bool = False) -> set[str]:
 
 def within(module: str, names: set[str]) -> set[str]:
     """Those of the package, without this one."""
-    found = set()
+    modules = set()
     for name in names:
         path = name.split(".")[1:]
         if name.partition(".")[0] == "hvd_gradcomp":
-            found |= {"/".join(path) + ".py", "/".join([*path, "__init__.py"])} & set(MODULES)
-    return found - {module}
+            modules |= {"/".join(path) + ".py", "/".join([*path, "__init__.py"])} & set(MODULES)
+    return modules - {module}
 
 
 def everywhere(module: str) -> set[str]:

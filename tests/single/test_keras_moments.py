@@ -72,8 +72,8 @@ def test_equals_a_loop_over_samples(case):
         for i, g in enumerate(tape.gradient(value, variables)):
             expected[i] = expected[i] + (tf.convert_to_tensor(g).numpy().astype("f8") / 5) ** 2
     moments.track_moments(model)
-    _, found = tracked(model, x)
-    for q, e in zip(found, expected):
+    _, squares = tracked(model, x)
+    for q, e in zip(squares, expected):
         assert (np.abs(q.numpy() - e) <= 1e-4 * e + 1e-6 * e.max()).all()
         assert np.linalg.norm(q.numpy() - e) <= 1e-5 * np.linalg.norm(e)
 
@@ -127,22 +127,22 @@ def test_others_count_the_step_as_one_sample(monkeypatch):
     model = keras.Model(inputs, layers.Dense(2, name="last")(x))
     assert moments.track_moments(model, others="step") is model
     model.compile(keras.optimizers.SGD(0.0), "mse")
-    given = {}
+    received = {}
 
     class Kept:
         def __setattr__(self, name, value):
-            given[name] = value
+            received[name] = value
 
     monkeypatch.setattr(moments, "distributed_in", lambda optimizer: Kept())
     apply = model.optimizer.apply_gradients
     model.optimizer.apply_gradients = lambda pairs: (
-        given.update(pairs=list(pairs)),
-        apply(given["pairs"]),
+        received.update(pairs=list(pairs)),
+        apply(received["pairs"]),
     )
     data = draw(model), tf.ones((5, 2))
     model.run_eagerly = True
     model.train_step(data)
-    for q, (g, weight) in zip(given["_moments"], given["pairs"]):
+    for q, (g, weight) in zip(received["_moments"], received["pairs"]):
         as_step = np.allclose(q, tf.square(g), rtol=1e-5)
         assert as_step == (not weight.path.startswith("last")), weight.path
     with pytest.raises(ValueError, match="others must be one of 'error', 'step', got 'dense'"):

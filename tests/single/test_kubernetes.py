@@ -27,12 +27,12 @@ def containers(node):
 
 @pytest.mark.parametrize("name", ["mpijob.yaml", "trainjob.yaml"])
 def test_containers_run_our_image_and_what_is_in_it(name):
-    found = list(containers(manifests()[name]))
-    assert {each["image"] for each in found} == {"hvd-gradcomp:cpu"}
-    words = [word for each in found for word in [*each["command"], *each["args"]]]
+    listed = list(containers(manifests()[name]))
+    assert {each["image"] for each in listed} == {"hvd-gradcomp:cpu"}
+    words = [word for each in listed for word in [*each["command"], *each["args"]]]
     (module,) = [word for word in words if word.startswith("examples.")]
     assert importlib.util.find_spec(module), module
-    limits = [each.get("resources", each.get("resourcesPerNode")) for each in found]
+    limits = [each.get("resources", each.get("resourcesPerNode")) for each in listed]
     assert all(each["limits"].keys() == {"cpu", "memory"} for each in limits)
 
 

@@ -73,17 +73,17 @@ def step(both, seed):
     random = np.random.default_rng(seed)
     layout, ops = both[1].layout, both[1].ops
     shapes = both[0].layout.shapes, layout.stored
-    given = [[random.standard_normal(s).astype("f4") for s in shapes[0]] for _ in range(RANKS)]
-    one = both[0].step([both[0].flat([torch.from_numpy(x) for x in rank]) for rank in given])[0]
-    turned = [[as_stored_last(x, s) for x, s in zip(rank, shapes[1])] for rank in given]
+    drawn = [[random.standard_normal(s).astype("f4") for s in shapes[0]] for _ in range(RANKS)]
+    one = both[0].step([both[0].flat([torch.from_numpy(x) for x in rank]) for rank in drawn])[0]
+    turned = [[as_stored_last(x, s) for x, s in zip(rank, shapes[1])] for rank in drawn]
     two = both[1].step([ops.flatten(layout, rank, "float32") for rank in turned])[0]
-    found = []
+    totals = []
     for start, size, here, other in zip(
         layout.offsets, layout.sizes, shapes[0], ops.cut(layout, two)
     ):
         piece = one.numpy()[start : start + size].reshape(here)
-        found.append((as_stored_last(piece, other.shape), other.numpy()))
-    return found
+        totals.append((as_stored_last(piece, other.shape), other.numpy()))
+    return totals
 
 
 def bodies(world):
@@ -109,9 +109,9 @@ def test_the_same_training_sends_the_same_elements(compressor):
         for start, size, here, theirs in zip(
             layout.offsets, layout.sizes, FIRST, ops.cut(layout, residuals[1])
         ):
-            mine = np.asarray(residuals[0])[start : start + size].reshape(here)
-            mine = as_stored_last(mine, theirs.shape)
-            np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=2e-5)
+            residual = np.asarray(residuals[0])[start : start + size].reshape(here)
+            residual = as_stored_last(residual, theirs.shape)
+            np.testing.assert_allclose(residual, theirs, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("exchange", ["allgather", "two_shot"])
@@ -177,13 +177,13 @@ def test_of_a_square_layer_a_column_is_an_output_too():
 def test_who_looks_at_outputs_gets_buckets_as_pytorch_has_them(compressor, turned):
     def planned(shapes, filters_last):
         layers = [(name, shape, "float32") for name, shape in zip(NAMES, shapes)]
-        found = plan(compressor, layers, 1 << 12, filters_last=filters_last)
-        return [layout for one, layout in found if one == compressor]
+        planned_ = plan(compressor, layers, 1 << 12, filters_last=filters_last)
+        return [layout for one, layout in planned_ if one == compressor]
 
-    here, there = planned(FIRST, False), planned(LAST, True)
-    assert {layout.turned for layout in there} == {turned}
+    here, last = planned(FIRST, False), planned(LAST, True)
+    assert {layout.turned for layout in last} == {turned}
     assert not any(layout.turned for layout in here)
-    for one, other in zip(here, there):
+    for one, other in zip(here, last):
         assert other.filters_last != turned
         assert (one.names, one.offsets, one.size) == (other.names, other.offsets, other.size)
         assert (one.shapes == other.shapes) or not turned

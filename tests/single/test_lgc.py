@@ -37,19 +37,19 @@ LEARNS = {"alpha": 0.03, "full_steps": 3, "train_steps": 40, "ae_lr": 0.003, "la
 PATTERNS = ("ring_allreduce", "parameter_server")
 
 
-def gradients(step, ranks, sizes=SIZES, own=0.3):
+def gradients(step, ranks, sizes=SIZES, own_share=0.3):
     """Smooth, with a part that all ranks share: [rank][layer]."""
     shared = np.random.default_rng((step,))
     common = [
         np.cumsum(shared.standard_normal(n)) * 0.1 + 0.5 * shared.standard_normal(n) for n in sizes
     ]
-    found = []
+    drawn = []
     for rank in range(ranks):
         random = np.random.default_rng((step, rank))
-        found.append(
-            [(c + own * random.standard_normal(len(c))).astype(np.float32) for c in common]
+        drawn.append(
+            [(c + own_share * random.standard_normal(len(c))).astype(np.float32) for c in common]
         )
-    return found
+    return drawn
 
 
 def world_of(compressor, ranks=3, ops=None, sizes=SIZES, **options):
@@ -58,8 +58,8 @@ def world_of(compressor, ranks=3, ops=None, sizes=SIZES, **options):
 
 
 def advance(world, tensor=torch.from_numpy, sizes=SIZES):
-    given = gradients(world.steps, world.size, sizes)
-    flat = [world.flat([tensor(x) for x in rank]) for rank in given]
+    drawn = gradients(world.steps, world.size, sizes)
+    flat = [world.flat([tensor(x) for x in rank]) for rank in drawn]
     totals = world.step(flat)
     for total in totals:
         assert np.array_equal(np.asarray(total), np.asarray(totals[0])), "replicas differ"
@@ -96,7 +96,7 @@ def test_the_networks_and_their_derivatives(ops, innovation):
         missed = autoencoder.decode(ops, decoder, mean)[0] - tensor(x.mean(0))
         return (ops.sum(missed * missed),) * 2
 
-    (_, rec), found = ops.value_and_grad(loss, (tensor(encoder), tensor(decoder)))
+    (_, rec), gradients_ = ops.value_and_grad(loss, (tensor(encoder), tensor(decoder)))
     networks = plain.unpacked(encoder, decoder, innovation)
     if innovation:
         expected, _, down, up = plain.decoupling(*networks, list(x), list(j), 1, 1.0, 0.5)
@@ -104,9 +104,9 @@ def test_the_networks_and_their_derivatives(ops, innovation):
         expected, _, down, up = plain.aggregating(networks[0], networks[1][0], list(x))
         up = [up]
     assert float(rec) == pytest.approx(expected, rel=1e-4)
-    for mine, theirs in zip(found, plain.packed(down, up)):
+    for ours, theirs in zip(gradients_, plain.packed(down, up)):
         scale = np.abs(theirs).max()
-        np.testing.assert_allclose(np.asarray(mine) / scale, theirs / scale, atol=1e-4)
+        np.testing.assert_allclose(np.asarray(ours) / scale, theirs / scale, atol=1e-4)
 
 
 @compiles_whole
@@ -125,10 +125,10 @@ def test_the_networks_are_traced_and_compiled_whole():
     compiled = torch.compile(there_and_back, fullgraph=True, backend="eager")
     assert torch.equal(compiled(ops, encoder, decoder, x), expected)
     traced = tf.function(
-        lambda *given: there_and_back(other, *given), jit_compile=True, autograph=False
+        lambda *tensors: there_and_back(other, *tensors), jit_compile=True, autograph=False
     )
-    found = traced(*(tf.constant(y.numpy()) for y in (encoder, decoder, x)))
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+    traced_ = traced(*(tf.constant(y.numpy()) for y in (encoder, decoder, x)))
+    np.testing.assert_allclose(traced_, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("ops", [TorchOps(), TensorFlowOps()], ids=["torch", "tensorflow"])
@@ -244,8 +244,10 @@ def test_agrees_with_plain_loops(pattern, feedback, more):
         expected = oracle.step(gradients(step, ranks))
         scale = max(np.abs(x).max() for rank in oracle.r for x in [*expected, *rank])
         for start, size, mean in zip(layout.offsets, layout.sizes, expected):
-            mine = total[start : start + size].numpy()
-            np.testing.assert_allclose(mine / scale, mean / scale, atol=2e-3, err_msg=f"{step}")
+            layer_total = total[start : start + size].numpy()
+            np.testing.assert_allclose(
+                layer_total / scale, mean / scale, atol=2e-3, err_msg=f"{step}"
+            )
             for rank in range(ranks):
                 layer, state = layout.offsets.index(start), world.states[rank]
                 kept = residual_of(compressor, state)[start : start + size].numpy()
@@ -261,8 +263,8 @@ def test_agrees_with_plain_loops(pattern, feedback, more):
         if step >= READY and pattern == "parameter_server":  # workers say so in the next step
             seen = _seen(seen, oracle, step)
         if 3 <= step < READY:
-            mine = float(world.states[compressor.master].loss)
-            assert mine == pytest.approx(oracle.loss, rel=1e-2, abs=1e-3)
+            layer_total = float(world.states[compressor.master].loss)
+            assert layer_total == pytest.approx(oracle.loss, rel=1e-2, abs=1e-3)
     assert bool(int(world.states[0].ready)) == oracle.converged
     assert oracle.converged
 
@@ -272,8 +274,8 @@ def _seen(seen, oracle, step):
     places = sorted(oracle.came)
     assert len(places) == oracle.mu
     spots = [places[(i * -(-oracle.mu // 16) + step) % oracle.mu] for i in range(16)]
-    missed = sum((oracle.came[place] - oracle.asked[place]) ** 2 for place in spots)
-    return 0.9 * seen + [missed, sum(oracle.asked[place] ** 2 for place in spots)]
+    missed = sum((oracle.came[place] - oracle.requested[place]) ** 2 for place in spots)
+    return 0.9 * seen + [missed, sum(oracle.requested[place] ** 2 for place in spots)]
 
 
 @pytest.mark.parametrize("average", [True, False], ids=["mean", "sum"])
@@ -308,8 +310,10 @@ def test_with_exact_feedback_the_sum_over_ranks_loses_nothing(
     for _ in range(16):
         before = kept()
         flat, total = advance(world)
-        there = before + sum(g.double() for g in flat)
-        torch.testing.assert_close(kept() + share * total.double(), there, rtol=1e-4, atol=1e-4)
+        accumulated = before + sum(g.double() for g in flat)
+        torch.testing.assert_close(
+            kept() + share * total.double(), accumulated, rtol=1e-4, atol=1e-4
+        )
         if int(world.states[0].ready) == 0 and world.steps > 13:  # not learned: go on as if it had
             world.states = [s._replace(ready=torch.tensor(1)) for s in world.states]
 
@@ -480,8 +484,8 @@ def test_exact_feedback_does_not_choose_the_same_again_and_again(pattern, monkey
     chosen: list[tuple[int, set[int]]] = []
     came: dict[int, set[int]] = {}
 
-    def taking(selection, ops, context, *given):
-        taken = taken_in(selection, ops, context, *given)
+    def taking(selection, ops, context, *arguments):
+        taken = taken_in(selection, ops, context, *arguments)
         index = set(taken.index[taken.index < context.layout.sink].tolist())
         if index:
             chosen.append((context.step, index))
@@ -490,9 +494,9 @@ def test_exact_feedback_does_not_choose_the_same_again_and_again(pattern, monkey
         return taken
 
     def answering(server, ops, context, answer):
-        found = answered(server, ops, context, answer)
-        came[context.step] = set(found[0].tolist())
-        return found
+        replied = answered(server, ops, context, answer)
+        came[context.step] = set(replied[0].tolist())
+        return replied
 
     monkeypatch.setattr(vectors.Selection, "accumulate_and_select", taking)
     monkeypatch.setattr(Server, "decode_answer", answering)
@@ -726,28 +730,28 @@ def test_the_innovation_is_the_largest_tenth_of_each_layer(seed, share):
     compressor = LGCCompressor("parameter_server", alpha=0.1, innovation=share)
     index, values, expected = [], [], {}
     for layer, (offset, size) in enumerate(zip(layout.offsets, layout.sizes)):
-        most = compressor.topk.most(layout)[layer]
-        real = random.integers(0, most + 1)  # fewer where a layer has zeros
-        mine = np.sort(random.choice(size, real, replace=False)) + offset
+        limit = compressor.topk.most(layout)[layer]
+        real = random.integers(0, limit + 1)  # fewer where a layer has zeros
+        of_layer = np.sort(random.choice(size, real, replace=False)) + offset
         theirs = (random.standard_normal(real) * 10.0 ** (3 * layer)).round(1)
         ranked = sorted(range(real), key=lambda i: -abs(theirs[i]))
-        count = max(1, int(share * most + 0.5))
-        expected |= {int(mine[i]): theirs[i] for i in ranked[:count]}
-        index, values = [*index, *mine], [*values, *theirs]
+        count = max(1, int(share * limit + 0.5))
+        expected |= {int(of_layer[i]): theirs[i] for i in ranked[:count]}
+        index, values = [*index, *of_layer], [*values, *theirs]
     missing = compressor.topk.capacity(layout) - len(index)
-    found, held = compressor.exchange.innovate(
+    places, innovated = compressor.exchange.innovate(
         TorchOps(),
         layout,
         torch.tensor([*index, *[layout.sink] * missing]).long(),
         torch.tensor([*values, *[0.0] * missing]).float(),
     )
     innovations = compressor.exchange.innovations(layout)
-    assert len(found) == sum(innovations)
+    assert len(places) == sum(innovations)
     assert innovations == {0.1: (3, 1, 7), 0.4: (12, 1, 28)}.get(share, (30, 1, 70))
-    found, held = found.tolist(), held.tolist()
-    assert found == sorted(found)
-    told = {i: v for i, v in zip(found, held) if i < layout.sink}
-    assert told == pytest.approx(expected)
+    places, innovated = places.tolist(), innovated.tolist()
+    assert places == sorted(places)
+    by_place = {i: v for i, v in zip(places, innovated) if i < layout.sink}
+    assert by_place == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -782,18 +786,18 @@ def test_a_perfect_autoencoder_loses_nothing(pattern, monkeypatch):
 
     def decode(ops, parameters, code, innovation=None):
         if innovation is None:  # the mean first, then a rank's own
-            mine = truth["mine"][-world.size :]
-            return torch.stack([sum(mine) / world.size, *mine[: code.shape[0] - 1]])
+            of_rank = truth["mine"][-world.size :]
+            return torch.stack([sum(of_rank) / world.size, *of_rank[: code.shape[0] - 1]])
         return torch.stack(truth["asked"])
 
     def reconstructed(server, ops, context, state, everything, lengths):
         del truth["mine"][:]
         common = server.common(context.size)
         index = truth["index"][common]
-        own = [vectors.at(ops, i, v, index) for i, v in zip(truth["index"], truth["values"])]
-        measured = server.units.measure(ops, world.layout, index, own[common])
+        vectors_ = [vectors.at(ops, i, v, index) for i, v in zip(truth["index"], truth["values"])]
+        measured = server.units.measure(ops, world.layout, index, vectors_[common])
         unit = server.units.of_elements(ops, world.layout, index, measured)
-        truth["asked"] = [original(ops, v, unit) for v in own]
+        truth["asked"] = [original(ops, v, unit) for v in vectors_]
         truth["index"], truth["values"] = [], []
         return answer(server, ops, context, state, everything, lengths)
 

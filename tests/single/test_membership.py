@@ -15,17 +15,17 @@ class Values:
 
     def __init__(self, world, rank):
         self.world, self.rank = world, rank
-        self.shared = self.own = 0.0
+        self.shared = self.residual = 0.0
         self.saved = (0.0, 0.0)
 
     def commit(self):
         self.save()
 
     def save(self):
-        self.saved = (self.shared, self.own)
+        self.saved = (self.shared, self.residual)
 
     def restore(self):
-        self.shared, self.own = self.saved
+        self.shared, self.residual = self.saved
 
     def sync(self):
         self.shared = self._gather(self.shared)[0]
@@ -43,7 +43,7 @@ class Rank(Membership, Values):
         return self.rank, 0
 
     def _squares(self):
-        return self.own**2
+        return self.residual**2
 
     def _committed(self):
         return self.saved
@@ -52,7 +52,7 @@ class Rank(Membership, Values):
         self.saved = copies
 
     def _forget(self):
-        self.own = 0.0
+        self.residual = 0.0
 
     def _resize(self):
         pass
@@ -82,15 +82,15 @@ class World:
     def gather(self, rank, item):
         self.items[rank] = item
         self.barrier.wait()
-        found = list(self.items)
+        values = list(self.items)
         self.barrier.wait()
-        return found
+        return values
 
 
 def advanced(rank):
     """A step: what is shared grows by what all see, what is kept by what is the rank's."""
     rank.shared += 1.0
-    rank.own += 3.0 + rank.rank
+    rank.residual += 3.0 + rank.rank
 
 
 def seat(rank):
@@ -116,7 +116,7 @@ def test_ranks_a_commit_apart_go_back_to_the_one_they_share(caplog):
     with caplog.at_level(logging.WARNING, "hvd_gradcomp"):
         assert not world.run(survivors, lambda rank: rank.sync())
     assert [rank.saved for rank in survivors] == committed[1:]
-    assert [(rank.shared, rank.own) for rank in survivors] == committed[1:]
+    assert [(rank.shared, rank.residual) for rank in survivors] == committed[1:]
     for rank in survivors:
         assert rank.lost == [Lost(0, 6.0)]
     assert len(caplog.records) == 1
@@ -129,18 +129,18 @@ def test_one_that_joins_begins_with_nothing_of_its_own():
     assert not world.run([old], lambda rank: rank.sync())
     assert not world.run([old], lambda rank: (advanced(rank), rank.commit()))
     new = Rank(world, 0)
-    new.own = 5.0  # from a checkpoint, say: the others have gone on since
+    new.residual = 5.0  # from a checkpoint, say: the others have gone on since
     assert not world.run([old, new], lambda rank: rank.sync())
-    assert (new.shared, new.own, old.shared, old.own) == (1.0, 0.0, 1.0, 3.0)
+    assert (new.shared, new.residual, old.shared, old.residual) == (1.0, 0.0, 1.0, 3.0)
     assert old.lost == new.lost == []
 
 
 def test_at_the_start_all_keep_what_they_loaded():
     world = World()
     ranks = [Rank(world, place) for place in range(2)]
-    ranks[1].own = 5.0
+    ranks[1].residual = 5.0
     assert not world.run(ranks, lambda rank: rank.sync())
-    assert ranks[1].own == 5.0
+    assert ranks[1].residual == 5.0
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

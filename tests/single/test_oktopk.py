@@ -43,8 +43,8 @@ def bytes_of(world: World) -> int:
     moved = 0
     for request, *_ in world.traffic:
         assert not isinstance(request, Allreduce)
-        own = request.tensor[0] if isinstance(request, Alltoall) else request.tensor
-        moved += (world.size - 1) * own.numel()
+        part = request.tensor[0] if isinstance(request, Alltoall) else request.tensor
+        moved += (world.size - 1) * part.numel()
     return moved
 
 
@@ -84,11 +84,13 @@ def test_nothing_is_lost(values, exchange, seed, ranks, sizes):
     for _ in range(4):
         before = sum(state.r.double() for state in world.states)
         drawn = gradients(world, random)
-        there = before + sum(g.double() for g in drawn)
+        accumulated = before + sum(g.double() for g in drawn)
         results = world.step(drawn)
         assert all(torch.equal(result, results[0]) for result in results)
         kept = sum(state.r.double() for state in world.states)
-        torch.testing.assert_close(kept + ranks * results[0].double(), there, rtol=0, atol=2e-5)
+        torch.testing.assert_close(
+            kept + ranks * results[0].double(), accumulated, rtol=0, atol=2e-5
+        )
         first = world.states[0].knots
         assert all(torch.equal(state.knots, first) for state in world.states)
         assert first[0] == 0 and first[-1] == world.layout.sink and (first.diff() >= 0).all()

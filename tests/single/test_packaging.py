@@ -106,7 +106,7 @@ def installed(once, wheel: Path) -> Path:
     return once("clean", build) / "env" / "bin"
 
 
-def said(program: Path, *arguments: str, folder: Path, code: int = 0) -> str:
+def run_program(program: Path, *arguments: str, folder: Path, code: int = 0) -> str:
     """In a folder elsewhere, so that no checkout is found."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
@@ -202,8 +202,8 @@ def test_a_library_that_cannot_be_loaded_is_left_out(tmp_path: Path, monkeypatch
 
 
 def test_installed_it_has_a_command_line_and_compresses(installed: Path, tmp_path: Path) -> None:
-    assert "build-horovod" in said(installed / "hvd-gradcomp", "--help", folder=tmp_path)
-    lines = said(installed / "python", "-c", ENCODE, folder=tmp_path).splitlines()
+    assert "build-horovod" in run_program(installed / "hvd-gradcomp", "--help", folder=tmp_path)
+    lines = run_program(installed / "python", "-c", ENCODE, folder=tmp_path).splitlines()
     assert Path(lines[0]).is_relative_to(installed.parent)
     if building.compiles():
         assert Path(lines[1]) == Path(lines[0]).with_name("ops") / building.LIBRARY
@@ -217,12 +217,14 @@ def test_installed_it_builds_horovod(installed: Path, tmp_path: Path, monkeypatc
     for name in ("bash", "env", "dirname"):
         (tools / name).symlink_to(shutil.which(name))
     monkeypatch.setenv("PATH", str(tools))
-    lacks = said(installed / "hvd-gradcomp", "build-horovod", folder=tmp_path, code=2)
+    lacks = run_program(installed / "hvd-gradcomp", "build-horovod", folder=tmp_path, code=2)
     assert "building Horovod needs 'cmake'; on Debian:" in lacks
     for name in ("cmake", "make", "g++", "mpicxx", "mpirun"):
         (tools / name).write_text("#!/bin/sh\necho 4.1.0\n")
         (tools / name).chmod(stat.S_IRWXU)
-    other = said(installed / "hvd-gradcomp", "build-horovod", "nowhere", folder=tmp_path, code=2)
+    other = run_program(
+        installed / "hvd-gradcomp", "build-horovod", "nowhere", folder=tmp_path, code=2
+    )
     assert "nowhere is no Python that runs" in other
 
 
@@ -247,12 +249,12 @@ def test_a_build_with_cuda_names_the_packages_that_lack(
     (tools / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     (tools / "python3").chmod(stat.S_IRWXU)
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(tmp_path))  # a system may have its own elsewhere
-    none = said(installed / "hvd-gradcomp", *build, folder=tmp_path, code=2)
+    none = run_program(installed / "hvd-gradcomp", *build, folder=tmp_path, code=2)
     assert "Here is no nvidia-cuda-nvcc;" in none
     assert "python3 -m pip install torch 'cuda-toolkit[cccl,nvcc]'" in none
     monkeypatch.delenv("HOROVOD_CUDA_HOME")
     (tools / "python3").write_text(
         f'#!/bin/sh\nPYTHONPATH={tmp_path / "site"} exec {sys.executable} -S "$@"\n'
     )
-    some = said(installed / "hvd-gradcomp", *build, folder=tmp_path, code=2)
+    some = run_program(installed / "hvd-gradcomp", *build, folder=tmp_path, code=2)
     assert "Here is no nvidia-nvvm nvidia-cuda-cccl nvidia-cuda-runtime;" in some

@@ -42,7 +42,7 @@ def drawn(world, random):
 
 def steps(world, random, count):
     """Return the results of some steps, equal on all ranks and finite."""
-    found = []
+    results = []
     for _ in range(count):
         gradients, extra = drawn(world, random), {}
         if world.compressor.uses_moments:
@@ -50,8 +50,8 @@ def steps(world, random, count):
         totals = world.step(gradients, **extra)
         assert all(torch.equal(total, totals[0]) for total in totals)
         assert totals[0].isfinite().all()
-        found.append(totals[0])
-    return found
+        results.append(totals[0])
+    return results
 
 
 @pytest.mark.parametrize("then", LATER, ids=repr)
@@ -106,4 +106,4 @@ def test_momentum_with_each_code(method, nesterov, index_coding):
         compressor = method(**rate, momentum=0.9, values=values, **how)
         first[values, masking] = steps(world_of(compressor), np.random.default_rng(4), 4)[0]
     sent = {key: total != 0 for key, total in first.items() if key[0] != "int2"}
-    assert all(torch.equal(there, sent["float32", True]) for there in sent.values())
+    assert all(torch.equal(totals, sent["float32", True]) for totals in sent.values())

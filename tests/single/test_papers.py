@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.papers import __main__ as papers
 from benchmarks.papers import data, page
-from benchmarks.papers.parts import Found, Scale
+from benchmarks.papers.parts import Measured, Scale
 from benchmarks.papers.registry import PARTS
 from tests.fashion import write
 
@@ -78,7 +78,7 @@ def test_arguments_that_make_no_sense(monkeypatch, capsys, words, message):
 
 def test_rows_of_two_lengths_are_not_mixed(monkeypatch, capsys, tmp_path):
     part = PARTS["variance"]
-    Found(part, tmp_path).add(part.rows[0], Scale(images=640), 1, result(80.0, 1))
+    Measured(part, tmp_path).add(part.rows[0], Scale(images=640), 1, result(80.0, 1))
     with pytest.raises(SystemExit):
         call(monkeypatch, "--folder", str(tmp_path), "--parts", "variance")
     assert "has rows of 640 images" in capsys.readouterr().err
@@ -86,7 +86,7 @@ def test_rows_of_two_lengths_are_not_mixed(monkeypatch, capsys, tmp_path):
 
 def test_what_is_there_is_not_run_again(monkeypatch, tmp_path):
     part = PARTS["variance"]
-    Found(part, tmp_path).add(part.row("sgd/none"), Scale(), 1, result(80.0, 1))
+    Measured(part, tmp_path).add(part.row("sgd/none"), Scale(), 1, result(80.0, 1))
     started = []
     monkeypatch.setattr(papers, "start", lambda part, runs, ranks, options: started.append(runs))
     words = ["--folder", str(tmp_path), "--parts", "variance", "--rows", "sgd/none,sgd/strom-0.1"]
@@ -99,10 +99,10 @@ def test_what_is_there_is_not_run_again(monkeypatch, tmp_path):
 
 def test_the_page_is_made_of_what_was_measured(monkeypatch, capsys, tmp_path):
     part = PARTS["variance"]
-    found = Found(part, tmp_path)
+    measured = Measured(part, tmp_path)
     for seed, score in ((1, 80.0), (2, 82.0), (3, 79.0)):
-        found.add(part.row("sgd/none"), Scale(), seed, result(score, 1.0))
-        found.add(part.row("sgd/variance-1"), Scale(), seed, result(score - 5, 30.0))
+        measured.add(part.row("sgd/none"), Scale(), seed, result(score, 1.0))
+        measured.add(part.row("sgd/variance-1"), Scale(), seed, result(score - 5, 30.0))
     assert call(monkeypatch, "--show", "--folder", str(tmp_path)) == 0
     text = (tmp_path / "papers.md").read_text()
     lines = {line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line}
@@ -124,22 +124,22 @@ def test_the_page_is_made_of_what_was_measured(monkeypatch, capsys, tmp_path):
 
 def test_rows_whose_settings_have_changed_are_not_shown(tmp_path):
     part = PARTS["variance"]
-    found = Found(part, tmp_path)
-    found.add(part.rows[0], Scale(), 1, result(80.0, 1.0))
-    found.content["rows"][0]["settings"]["rate"] = 7.0
-    assert found[part.rows[0].key] == []
+    measured = Measured(part, tmp_path)
+    measured.add(part.rows[0], Scale(), 1, result(80.0, 1.0))
+    measured.content["rows"][0]["settings"]["rate"] = 7.0
+    assert measured[part.rows[0].key] == []
 
 
 def test_the_page_of_the_site_is_that_of_its_measurements():
-    every = [Found(part, ROOT / papers.FOLDER) for part in PARTS.values()]
+    every = [Measured(part, ROOT / papers.FOLDER) for part in PARTS.values()]
     assert page.text(every, Path("measured/papers")) == (ROOT / papers.PAGE).read_text(), (
         "run python -m benchmarks.papers --show"
     )
 
 
 def test_the_page_of_long_trainings_is_that_of_its_measurements():
-    every = [Found(part, ROOT / papers.LONG_FOLDER) for part in PARTS.values()]
-    every = [found for found in every if found.scale]
+    every = [Measured(part, ROOT / papers.LONG_FOLDER) for part in PARTS.values()]
+    every = [measured for measured in every if measured.scale]
     text = page.text(every, Path("measured/papers-long"), page.length_of(every))
     assert text == (ROOT / papers.LONG_PAGE).read_text(), (
         "run python -m benchmarks.papers --long --show"
@@ -156,10 +156,10 @@ def test_the_page_of_long_trainings_is_that_of_its_measurements():
 )
 def test_a_claim_holds_in_its_direction(tmp_path, accuracy, ratio, verdicts):
     """The paper: 1.4 points behind none, at 52.4 elements for one that is sent."""
-    found = Found(PARTS["variance"], tmp_path)
-    found.add(found.part.row("sgd/none"), Scale(), 1, result(80.0, 1.0))
-    found.add(found.part.row("sgd/variance-1"), Scale(), 1, result(accuracy, ratio))
-    claims = {claim.text: claim for claim in found.part.claims(found)}
+    measured = Measured(PARTS["variance"], tmp_path)
+    measured.add(measured.part.row("sgd/none"), Scale(), 1, result(80.0, 1.0))
+    measured.add(measured.part.row("sgd/variance-1"), Scale(), 1, result(accuracy, ratio))
+    claims = {claim.text: claim for claim in measured.part.claims(measured)}
     name = "Variance, alpha 1, momentum SGD: "
     both = ("accuracy beside none", "elements for one that is sent")
     assert [page.verdict(claims[name + what]) for what in both] == verdicts
@@ -197,34 +197,34 @@ def test_a_row_may_have_another_length():
 
 
 def test_a_part_without_a_paper_has_no_column_for_one(tmp_path):
-    found = Found(PARTS["transformer"], tmp_path)
-    found.add(found.part.row("none-300"), Scale(), 1, result(2.2, 1.0))
-    found.add(found.part.row("qsgd-300"), Scale(), 1, result(2.2181, 1.0))
-    text = page.text([found], Path("measured"))
+    measured = Measured(PARTS["transformer"], tmp_path)
+    measured.add(measured.part.row("none-300"), Scale(), 1, result(2.2, 1.0))
+    measured.add(measured.part.row("qsgd-300"), Scale(), 1, result(2.2181, 1.0))
+    text = page.text([measured], Path("measured"))
     assert "| method | ranks | here | beside none |" in text
     assert "| `QSGDCompressor(bits=4)`, 300 steps | 2 | 2.218 | +0.018 | 1.0x |" in text
     assert "| claim | advice | here | |" in text
 
 
 def test_the_lines_of_the_readme_are_among_the_rows():
-    found = Found(PARTS["variance"], ROOT / papers.FOLDER)
+    measured = Measured(PARTS["variance"], ROOT / papers.FOLDER)
     text = (ROOT / "README.md").read_text()
     for key in ("adam/none", "adam/variance-2", "adam/hybrid-0.1"):
-        values = [found.middle(key, name) for name in ("score", "element_ratio", "ratio")]
+        values = [measured.middle(key, name) for name in ("score", "element_ratio", "ratio")]
         assert "| {:.2f} % | {:.1f} | {:.1f} |".format(*values) in text, key
 
 
 def test_losses_of_the_readme_are_among_the_rows():
-    found = Found(PARTS["transformer"], ROOT / papers.FOLDER)
+    measured = Measured(PARTS["transformer"], ROOT / papers.FOLDER)
     text = (ROOT / "README.md").read_text()
-    methods = {row.key.rpartition("-")[0]: row.compressor for row in found.part.rows}
+    methods = {row.key.rpartition("-")[0]: row.compressor for row in measured.part.rows}
     shown = ("none", "qsgd", "terngrad", "onebit", "variance-1", "variance-2-samples", "sparse-gd")
     for method in shown:
         short, long = f"{method}-300", f"{method}-1200"
-        losses = [found.middle(short)]
-        losses += [found.middle(long)] if long in [row.key for row in found.part.rows] else []
+        losses = [measured.middle(short)]
+        losses += [measured.middle(long)] if long in [row.key for row in measured.part.rows] else []
         cells = " | ".join([*(f"{loss:.3f}" for loss in losses), *([""] * (2 - len(losses)))])
-        ratio = found.middle(short, "ratio")
+        ratio = measured.middle(short, "ratio")
         assert re.search(
             rf"\| `{re.escape(methods[method])}`[^|]* \| {re.escape(cells)} ?\| {ratio:.1f} \|",
             text,
@@ -233,9 +233,9 @@ def test_losses_of_the_readme_are_among_the_rows():
 
 def test_speeds_of_the_readme_have_their_settings_and_were_measured():
     runs = json.loads((ROOT / "docs/measured/hosts.json").read_text())["runs"]
-    rows = {(run["rate"], row["way"]): row for run in runs for row in run["exchange"]}
+    rows = {(run["rate"], row["method"]): row for run in runs for row in run["exchange"]}
     text = (ROOT / "README.md").read_text()
-    for shown, way in {
+    for shown, name in {
         "QSGDCompressor(bits=4)": "QSGD()",
         "TernGradCompressor()": "TernGrad()",
         "VarianceCompressor(alpha=1)": "Variance(alpha=1.0)",
@@ -244,8 +244,8 @@ def test_speeds_of_the_readme_have_their_settings_and_were_measured():
         "DGCCompressor(density=0.001)": "DGC()",
         "LGCCompressor()": "LGC()",
     }.items():
-        cells = [f"{rows['1gbit', way]['element_ratio']:.0f}"]
+        cells = [f"{rows['1gbit', name]['element_ratio']:.0f}"]
         for rate in ("1gbit", "100mbit"):
-            row = rows.get((rate, way))
+            row = rows.get((rate, name))
             cells.append(f"{row['times_faster']:.1f} " if row else "")
-        assert f"| `{shown}` | {cells[0]} | {cells[1]}| {cells[2]}|" in text, way
+        assert f"| `{shown}` | {cells[0]} | {cells[1]}| {cells[2]}|" in text, name

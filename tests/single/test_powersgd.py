@@ -1,4 +1,4 @@
-"""What `python -m benchmarks.powersgd` counts, of one rank."""
+"""What `python -m benchmarks.archive.powersgd` counts, of one rank."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import pytest
 
 from hvd_gradcomp import QSGDCompressor
 
-powersgd = pytest.importorskip("benchmarks.powersgd", exc_type=ImportError)
+powersgd = pytest.importorskip("benchmarks.archive.powersgd", exc_type=ImportError)
 
 
 def test_bytes_of_a_step_are_counted_alike(one_process):
     matrices, vectors = ((64, 256), (256, 256), (256, 10)), 256 + 256 + 10
     dense = 4 * (sum(a * b for a, b in matrices) + vectors)
-    found = {
+    results = {
         name: powersgd.train(method, "Adam", powersgd.WARM_UP + 2, 0).bytes
         for name, method in (("none", "allreduce_hook"), ("rank 2", 2), ("ours", QSGDCompressor()))
     }
-    assert found["none"] == dense == 340_008
-    assert found["rank 2"] == 4 * (2 * sum(a + b for a, b in matrices) + vectors)
-    assert dense / 7.95 < found["ours"] < dense / 7.8
+    assert results["none"] == dense == 340_008
+    assert results["rank 2"] == 4 * (2 * sum(a + b for a, b in matrices) + vectors)
+    assert dense / 7.95 < results["ours"] < dense / 7.8
 
 
 def test_times_are_shown_beside_the_hooks():

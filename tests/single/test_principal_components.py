@@ -76,8 +76,8 @@ def test_bases_of_correlated_slices_do_not_age():
         (random.standard_normal((30, 32)), 0.5, 1.5),
     ):
         looks = [(5 * k, torch.from_numpy(row.astype(np.float32))) for k, row in enumerate(rows)]
-        found = [*aged(looks, window=20, ratio=8)]
-        assert len(found) == 11 * 10
-        assert {age for age, _ in found} == {*range(5, 55, 5)}
-        assert low <= min(loss for _, loss in found) <= max(loss for _, loss in found) <= high
+        bases = [*aged(looks, window=20, ratio=8)]
+        assert len(bases) == 11 * 10
+        assert {age for age, _ in bases} == {*range(5, 55, 5)}
+        assert low <= min(loss for _, loss in bases) <= max(loss for _, loss in bases) <= high
     assert not [*aged(looks[:7], window=20, ratio=8)]

@@ -81,12 +81,12 @@ def test_mutual_information_of_known_pairs(make):
     x, y = (make(random.standard_normal(4096).astype(np.float32)) for _ in range(2))
     ops = ops_of(x)
     for corrected in (False, True):
-        own = information.entropy(ops, x, 32, corrected)
+        entropy = information.entropy(ops, x, 32, corrected)
         assert information.mutual_information(ops, x, x, 32, corrected) == pytest.approx(
-            own, abs=1e-12
+            entropy, abs=1e-12
         )
         mirrored = information.mutual_information(ops, x, 0.0 - 2.0 * x, 32, corrected)
-        assert mirrored == pytest.approx(own, abs=0.05)
+        assert mirrored == pytest.approx(entropy, abs=0.05)
     independent = information.mutual_information(ops, x, y, 32)
     bound = information.chance_bound(32, 4096)
     assert 0 < independent < bound
@@ -97,11 +97,11 @@ def test_mutual_information_of_known_pairs(make):
 
 def test_the_bias_of_independent_uniform_samples_is_what_is_stated():
     random = np.random.default_rng(1)
-    found = []
+    entropies = []
     for _ in range(40):
         x, y = (torch.from_numpy(random.random(2000).astype(np.float32)) for _ in range(2))
-        found.append(information.mutual_information(ops_of(x), x, y, 8))
-    assert np.mean(found) == pytest.approx(information.chance_bound(8, 2000), rel=0.1)
+        entropies.append(information.mutual_information(ops_of(x), x, y, 8))
+    assert np.mean(entropies) == pytest.approx(information.chance_bound(8, 2000), rel=0.1)
 
 
 def test_information_against_numpy():
@@ -120,7 +120,7 @@ def test_information_against_numpy():
 def test_functions_name_bad_input(make):
     x = make(np.ones((4, 6), np.float32))
     ops = ops_of(x)
-    for call, said in {
+    for call, message in {
         (lambda: information.entropy(ops, x, 1)): "bins must be a whole number in [2, inf], got 1",
         (lambda: information.entropy(ops, x[:0])): "at least one element",
         (lambda: information.entropy(ops, x * float("nan"))): "must be finite",
@@ -128,7 +128,7 @@ def test_functions_name_bad_input(make):
     }.items():
         with pytest.raises(ValueError) as caught:
             call()
-        assert said in str(caught.value)
+        assert message in str(caught.value)
 
 
 # -- the probe -------------------------------------------------------------------------------------
@@ -181,11 +181,11 @@ def test_a_reading_is_what_the_functions_say():
 
 def test_density_of_variance_is_what_the_method_sends():
     layers = [("w", (20, 2))]
-    given = np.random.default_rng(4).standard_normal((30, 20, 2)).astype(np.float32) + 0.5
+    drawn = np.random.default_rng(4).standard_normal((30, 20, 2)).astype(np.float32) + 0.5
     for with_moments in (False, True):
         one = [probe.Probe(layers, every=1, alpha=1.5, zeta=0.9, pair=(0, 1))]
         r = v = np.zeros(40, np.float32)
-        for step, gradient in enumerate(given):
+        for step, gradient in enumerate(drawn):
             g = gradient.reshape(-1)
             q = g * g / 2 if with_moments else g * g
             moments = [[q]] if with_moments else None
@@ -249,7 +249,7 @@ def test_table_and_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"every": 0}, "every must be a whole number in [1, inf], got 0"),
         ({"sample": 1}, "sample must be a whole number in [2, inf], got 1"),
@@ -267,10 +267,10 @@ def test_table_and_file(tmp_path):
     ],
     ids=str,
 )
-def test_bad_arguments_are_named(options, said):
+def test_bad_arguments_are_named(options, message):
     with pytest.raises(ValueError) as caught:
         probe.Probe(**{"layers": LAYERS, **options})
-    assert said in str(caught.value) and str(caught.value).startswith("Probe: ")
+    assert message in str(caught.value) and str(caught.value).startswith("Probe: ")
 
 
 def test_a_pair_beyond_the_ranks_is_an_error_on_all_of_them():

@@ -26,7 +26,7 @@ def test_closed_connections_are_not_those_of_all_ranks(one_process):
         lambda: backend.broadcast(torch.ones(2), 0, "", group),
         lambda: backend.gather_objects(1, int, "a number"),
     ):
-        with pytest.raises(RuntimeError, match="closed after an error of this rank"):
+        with pytest.raises(RuntimeError, match="closed: this rank failed earlier"):
             collective()
 
 

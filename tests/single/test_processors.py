@@ -65,17 +65,19 @@ def test_same_bits_on_every_processor(library, compressor):
     with mock.patch("hvd_gradcomp.ops.torch.base.library", lambda: library):
         other = TorchOps()
     assert ops.native.library is not library is other.native.library
-    here, there = (World(compressor, o, layout, 2) for o in (ops, other))
+    here, other_world = (World(compressor, o, layout, 2) for o in (ops, other))
     with threads(2):
         for step, share in enumerate([0.001, 0.001, 0.05, 1.0, 1.0, 0.01]):
             generator = torch.Generator().manual_seed(step)
-            given = []
+            drawn = []
             for _ in range(2):
                 layers = [torch.randn(n, generator=generator) for n in layout.sizes]
                 few = [torch.rand(n, generator=generator) < share for n in layout.sizes]
-                given.append(here.flat([x * (k + 1e-3) for x, k in zip(layers, few)]))
+                drawn.append(here.flat([x * (k + 1e-3) for x, k in zip(layers, few)]))
             extra = {}
             if compressor.uses_moments and step % 2:
-                extra["moment"] = [g * g / 2 for g in given]
-            assert all(map(torch.equal, here.step(given, **extra), there.step(given, **extra)))
-            assert_alike(here, there)
+                extra["moment"] = [g * g / 2 for g in drawn]
+            assert all(
+                map(torch.equal, here.step(drawn, **extra), other_world.step(drawn, **extra))
+            )
+            assert_alike(here, other_world)

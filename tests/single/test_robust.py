@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.robust import trained
+from benchmarks.archive.robust import trained
 from hvd_gradcomp import (
     BF16Compressor,
     ChunkedTopKCompressor,
@@ -117,19 +117,19 @@ def test_each_payload_is_what_its_rank_alone_would_have_exchanged(compressor, ru
         results = world.step([flat(world, x) for x in rows])
         assert all(torch.equal(x, results[0]) for x in results) and len(world.traffic) == 1
         sent = []
-        for rank, own in enumerate(alone):
+        for rank, of_rank in enumerate(alone):
             if isinstance(compressor, RANDOM):
                 continue  # their random numbers depend on the rank
-            sent.append(layers(own, own.step([flat(own, rows[rank])])[0]))
+            sent.append(layers(of_rank, of_rank.step([flat(of_rank, rows[rank])])[0]))
         if sent:
             wanted = by_definition(rule, sent)
             np.testing.assert_allclose(layers(world, results[0]), wanted, rtol=1e-4, atol=1e-5)
     if compressor is not None:
-        for rank, own in enumerate(alone if sent else ()):
-            kept = residual_of(own.compressor, own.states[0])
-            mine = residual_of(world.compressor, world.states[rank])
-            assert (kept is None) == (mine is None)
-            assert kept is None or torch.equal(kept, mine)
+        for rank, of_rank in enumerate(alone if sent else ()):
+            kept = residual_of(of_rank.compressor, of_rank.states[0])
+            residual = residual_of(world.compressor, world.states[rank])
+            assert (kept is None) == (residual is None)
+            assert kept is None or torch.equal(kept, residual)
 
 
 @given(

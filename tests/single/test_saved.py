@@ -69,7 +69,7 @@ def test_messages_of_another_kind_are_refused(item, kind):
 def test_what_another_rank_says_is_not_run(tmp_path):
     bad = pickle.dumps(Hostile(tmp_path / "ran"))
     with pytest.raises(MessageError, match=r"what rank 5 has said cannot be read: no JSON"):
-        typed_json.gather("x", str, lambda mine: [mine, bad], [4, 5])
+        typed_json.gather("x", str, lambda encoded: [encoded, bad], [4, 5])
     with pytest.raises(MessageError):
         typed_json.loads(b"[" * 100_000, Any)
     assert not (tmp_path / "ran").exists()

@@ -73,13 +73,18 @@ STRAIGHT.append(EGC_ROUNDED)
 
 
 @pytest.mark.parametrize(
-    ("compressor", "given"),
-    [(c, given) for c in STRAIGHT for given in (False, True) if c.uses_moments or not given],
+    ("compressor", "has_moments"),
+    [
+        (c, has_moments)
+        for c in STRAIGHT
+        for has_moments in (False, True)
+        if c.uses_moments or not has_moments
+    ],
     ids=repr,
 )
-def test_a_graph_exchanges_what_torch_does_and_is_traced_once(compressor, given):
+def test_a_graph_exchanges_what_torch_does_and_is_traced_once(compressor, has_moments):
     layout, data = layout_for(compressor), gradients(1)
-    squares = gradients(2) ** 2 / 16 if given else None
+    squares = gradients(2) ** 2 / 16 if has_moments else None
     reference = World(compressor, TorchOps(), layout, RANKS)
     world = World(compressor, TensorFlowOps(), layout, RANKS)
     templates, traces = world.states, []
@@ -101,16 +106,16 @@ def test_a_graph_exchanges_what_torch_does_and_is_traced_once(compressor, given)
         if squares is not None:
             pieces = [[torch.from_numpy(x) for x in split(q)] for q in squares[number]]
             moments = [reference.flat(p) for p in pieces]
-        mine = [tf.constant(x.numpy()) for x in flat]
+        tensors = [tf.constant(x.numpy()) for x in flat]
         mine_moments = None if moments is None else [tf.constant(x.numpy()) for x in moments]
-        totals, sent, values = step(tf.constant(number, tf.int64), mine, mine_moments, values)
+        totals, sent, values = step(tf.constant(number, tf.int64), tensors, mine_moments, values)
         expected = reference.step(flat, **extra(compressor, moments))
         assert bits(sent) == bits(request.tensor for request in reference.traffic[0])
         assert bits(totals) == bits(expected)
         for state, other in zip(values, reference.states):
-            for mine, (name, theirs) in zip(state, leaves(other)):
+            for tensors, (name, theirs) in zip(state, leaves(other)):
                 if not name.endswith("hint"):  # where to look first is each backend's own affair
-                    assert bits([mine]) == bits([theirs]), name
+                    assert bits([tensors]) == bits([theirs]), name
         sizes.add(len(sent[0]))
     assert len(traces) == 1, "a level must not retrace"
     if compressor in WORDS or isinstance(compressor, EGCCompressor):
@@ -124,18 +129,20 @@ def test_xla_gives_the_same_bits(compressor, dense):
     layout, eager, static = layout_for(compressor), TensorFlowOps(), TensorFlowOps(static=True)
     schedule = compressor.capacity_schedule(layout)
     place = schedule.top if dense else schedule.top - 2
-    room, _ = schedule.next_level(eager, schedule.init(eager))
-    room = room._replace(index=place, capacity=(*schedule.capacities, 0)[place], dense=dense)
+    capacity, _ = schedule.next_level(eager, schedule.init(eager))
+    capacity = capacity._replace(
+        index=place, capacity=(*schedule.capacities, 0)[place], dense=dense
+    )
     world = World(compressor, eager, layout, RANKS)
     weights = tf.constant([1 / 3] * RANKS, tf.float32)
 
     def encode(ops, state, step, gradient):
-        encoded, after = encode_step(compressor, ops, layout, room, step, gradient, state)
+        encoded, after = encode_step(compressor, ops, layout, capacity, step, gradient, state)
         return encoded.body, encoded.sent, [x for _, x in leaves(after)]
 
     def decode(ops, bodies):
         empty = ops.zeros((layout.size,))
-        return decode_step(compressor, ops, layout, Payloads(room, bodies, weights), empty)
+        return decode_step(compressor, ops, layout, Payloads(capacity, bodies, weights), empty)
 
     @tf.function(jit_compile=True, autograph=False)
     def compiled_encode(values, step, gradient):
@@ -150,8 +157,10 @@ def test_xla_gives_the_same_bits(compressor, dense):
         for rank, data in enumerate(ranks):
             gradient, state = world.flat([tf.constant(x) for x in split(data)]), world.states[rank]
             body, sent, values = encode(eager, state, step, gradient)
-            found = compiled_encode([x for _, x in leaves(state)], step, gradient)
-            assert bits([found[0], found[1], *found[2]]) == bits([body, np.int64(sent), *values])
+            lowered = compiled_encode([x for _, x in leaves(state)], step, gradient)
+            assert bits([lowered[0], lowered[1], *lowered[2]]) == bits(
+                [body, np.int64(sent), *values]
+            )
             world.states[rank] = with_leaves(state, list(values))
             bodies.append(body)
         stacked = tf.stack(bodies)
@@ -169,8 +178,8 @@ def test_a_failed_check_in_a_graph_stops_what_depends_on_it():
     weight = tf.Variable(1.0)
 
     @tf.function(autograph=False)
-    def step(held):
-        intact = TensorFlowOps().require({"rank {ranks} is late": held})
+    def step(state_):
+        intact = TensorFlowOps().require({"rank {ranks} is late": state_})
         weight.assign_add(tf.reduce_sum(tf.cast(intact, tf.float32)))
 
     step(tf.constant([True, True]))

@@ -71,8 +71,8 @@ def test_narrow_numbers_are_the_nearest(compressor, oracle, seed, layers):
     for at, value in zip(layout.offsets, values):
         for start in range(0, len(value), 32):
             block = value[start : start + 32]
-            found = total[at + start : at + start + len(block)]
-            assert np.array_equal(found, oracle(block)), (block, found, oracle(block))
+            block_total = total[at + start : at + start + len(block)]
+            assert np.array_equal(block_total, oracle(block)), (block, block_total, oracle(block))
 
 
 @pytest.mark.parametrize(
@@ -126,16 +126,16 @@ def test_feedback_loses_nothing(compressor, size):
     layout = Layout(("a", "b"), ((40, 7), (13,)), block=32)
     world = World(compressor, TorchOps(), layout, size, average=False)
     generator = torch.Generator().manual_seed(3)
-    given_, received = torch.zeros(layout.size).double(), torch.zeros(layout.size).double()
+    total_given, received = torch.zeros(layout.size).double(), torch.zeros(layout.size).double()
     for _ in range(10):
         gradients = [
             world.flat([torch.randn(s, generator=generator) for s in layout.shapes])
             for _ in range(size)
         ]
-        given_ += sum(g.double() for g in gradients)
+        total_given += sum(g.double() for g in gradients)
         received += world.step(gradients)[0].double()
     kept = sum(state.r.double() for state in world.states)
-    assert (given_ - received - kept).abs().max() < 1e-4
+    assert (total_given - received - kept).abs().max() < 1e-4
 
 
 @given(rows=st.integers(1, 5), n=st.integers(1, 300), share=st.floats(0.0, 1.0), seed=SEEDS)
@@ -159,8 +159,8 @@ def test_a_damaged_place_lies_in_its_chunk(data):
     parts = code.parts()
     low = words[: parts["low"].count]
     high = words[parts["low"].count : parts["low"].count + parts["high"].count]
-    found = code.decode(ops, {"low": low, "high": high})
-    assert found.shape == (3, 7) and int(found.min()) >= 0 and int(found.max()) <= 100
+    decoded = code.decode(ops, {"low": low, "high": high})
+    assert decoded.shape == (3, 7) and int(decoded.min()) >= 0 and int(decoded.max()) <= 100
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -175,11 +175,11 @@ def test_chunks_keep_what_they_do_not_send(values, decay, seed, size):
     for _ in range(3):
         gradient = torch.from_numpy(wide(random, size))
         before = world.states[0].r.clone()
-        there = before * decay + world.flat([gradient])
+        accumulated = before * decay + world.flat([gradient])
         total = world.step([world.flat([gradient])])[0]
-        assert torch.equal(world.states[0].r, there - total)
+        assert torch.equal(world.states[0].r, accumulated - total)
         for start in range(0, layout.size, 32):
-            chunk = there[start : start + 32].numpy()
+            chunk = accumulated[start : start + 32].numpy()
             sent = set(np.flatnonzero(total[start : start + 32].numpy()))
             assert sent <= set(today.largest(chunk, 5))
             if values == "float32":
@@ -215,10 +215,10 @@ def test_owners_keep_what_they_leave_out(values, seed, ranks, size):
     for _ in range(3):
         before = sum(state.r.double() for state in world.states)
         gradients = [torch.from_numpy(random.standard_normal(size)).float() for _ in range(ranks)]
-        given = 0.5 * before + sum(g.double() for g in gradients)
+        total = 0.5 * before + sum(g.double() for g in gradients)
         sent = ranks * world.step([g.clone() for g in gradients])[0].double()
         kept = sum(state.r.double() for state in world.states)
-        torch.testing.assert_close(kept + sent, given, rtol=0, atol=1e-5)
+        torch.testing.assert_close(kept + sent, total, rtol=0, atol=1e-5)
 
 
 def test_two_shots_move_fewer_bytes_from_three_ranks_on():
@@ -250,17 +250,17 @@ def test_a_state_that_keeps_the_gradients_memory_has_the_same_bits(mean, clips):
             [torch.randn(s, generator=generator) for s in layout.shapes]
         )
         totals, places = [], []
-        for own, state in enumerate(states):
-            given, before = gradient.clone(), state.r.data_ptr()
-            context = Context(layout, 0, 1, step, owns_gradient=bool(own))
-            program = ProgramRunner(compressor.aggregate(ops, context, given, state))
+        for rank, state in enumerate(states):
+            copied, before = gradient.clone(), state.r.data_ptr()
+            context = Context(layout, 0, 1, step, owns_gradient=bool(rank))
+            program = ProgramRunner(compressor.aggregate(ops, context, copied, state))
             request = program.send(None)
             assert program.send(torch.stack([request.tensor])) is None
-            total, states[own] = program.result
+            total, states[rank] = program.result
             totals.append(total)
-            places.append((states[own].r.data_ptr(), total.data_ptr()))
-            swapped = (given.data_ptr(), before), (before, given.data_ptr())
-            assert clips or mean == "contributors" or places[-1] == swapped[0 if own else 1]
+            places.append((states[rank].r.data_ptr(), total.data_ptr()))
+            swapped = (copied.data_ptr(), before), (before, copied.data_ptr())
+            assert clips or mean == "contributors" or places[-1] == swapped[0 if rank else 1]
         assert torch.equal(*totals) and torch.equal(states[0].r, states[1].r)
 
 
@@ -319,13 +319,13 @@ def test_a_matrix_of_low_rank_arrives_whole(kind):
     world = World(kind(rank=3), TorchOps(), layout, 2)
     generator = torch.Generator().manual_seed(6)
     left, right = torch.randn(40, 3, generator=generator), torch.randn(3, 50, generator=generator)
-    given_ = torch.zeros(layout.size).double()
+    total_given = torch.zeros(layout.size).double()
     received = torch.zeros(layout.size).double()
     for _ in range(20):
         gradient = (left @ right).reshape(-1)
-        given_ += gradient.double()
+        total_given += gradient.double()
         received += world.step([gradient.clone(), gradient.clone()])[0].double()
-    assert float((given_ - received).norm() / given_.norm()) < 1e-5
+    assert float((total_given - received).norm() / total_given.norm()) < 1e-5
 
 
 def test_small_layers_are_sent_whole():

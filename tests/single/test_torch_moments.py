@@ -719,9 +719,9 @@ def test_a_gradient_set_by_hand_is_an_error():
 def test_functional_call_with_the_models_own_parameters():
     model, x = prepared(lambda: nn.Linear(7, 4)), images(7)()
     expected = looped(model, x)
-    own = dict(model.named_parameters())
+    direct = dict(model.named_parameters())
     with moments_tracker.track_moments(model):
-        loss_of(lambda x: torch.func.functional_call(model, own, (x,)), x).backward()
+        loss_of(lambda x: torch.func.functional_call(model, direct, (x,)), x).backward()
         close(moments_tracker.take(model.weight), expected["weight"])
 
 
@@ -808,9 +808,9 @@ def test_under_autocast():
             loss = loss_of(model, x)
         loss.float().backward()
         for name, p in model.named_parameters():
-            found = moments_tracker.take(p)
-            assert found.dtype == torch.float32
-            assert (found - expected[name]).norm() < 0.1 * expected[name].norm()
+            moment = moments_tracker.take(p)
+            assert moment.dtype == torch.float32
+            assert (moment - expected[name]).norm() < 0.1 * expected[name].norm()
 
 
 @leaves_tracked_eager
@@ -858,8 +858,8 @@ def test_the_sites_table_is_of_what_there_is():
     page = (Path(__file__).resolve().parents[2] / "docs" / "moments.md").read_text()
     rows = re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", page, re.MULTILINE)
     known = {f.__name__ for f in (*rules.RULES, *rules.OPENED)} | rules.RECURRENT
-    said = {name for first, _, _ in rows for name in re.findall(r"`(\w+)`", first)}
-    assert said == known | {"expand", "repeat"}
+    documented = {name for first, _, _ in rows for name in re.findall(r"`(\w+)`", first)}
+    assert documented == known | {"expand", "repeat"}
     for name in re.findall(r"`nn\.(\w+)", page):
         assert hasattr(nn, name), name
 

@@ -25,18 +25,18 @@ def chain(x):
     return tf.sqrt(tf.abs(x) * 2.0)
 
 
-def graph_of(function, *given):
-    return of_graph(decoding(function).get_concrete_function(*given).graph)
+def graph_of(function, *inputs):
+    return of_graph(decoding(function).get_concrete_function(*inputs).graph)
 
 
-def compiled(function, *given):
-    return of_hlo(optimized(decoding(function, jit_compile=True), *given))
+def compiled(function, *inputs):
+    return of_hlo(optimized(decoding(function, jit_compile=True), *inputs))
 
 
 def decoding(function, **how):
-    def scoped(*given):
+    def scoped(*inputs):
         with tf.name_scope("decode"):
-            return function(*given)
+            return function(*inputs)
 
     return tf.function(scoped, autograph=False, **how)
 
@@ -85,7 +85,7 @@ def test_a_method_takes_fewer_copies_by_verbs_of_run_time_shapes_than_under_xla(
     plain, xla = step.plain(), step.xla()
     assert step.payload == 32 + 4 * 224  # the level above one element in 500
     assert 0 < plain["encode"].moved < xla["encode"].moved
-    assert all(count.launches for way in (plain, xla) for count in way.values())
+    assert all(count.launches for counts in (plain, xla) for count in counts.values())
 
 
 def test_texts_of_checks_keep_a_step_from_xla():

@@ -51,7 +51,7 @@ def convolutions(*sizes):
     return [(f"conv{place}.weight", (b, a, 3, 3), "float32") for place, (a, b) in pairs]
 
 
-def said(compressor, layers, ranks=2):
+def warned(compressor, layers, ranks=2):
     return worth.warnings(compressor, plan(compressor, layers, 25 << 20, ranks=ranks), ranks)
 
 
@@ -117,7 +117,7 @@ def test_gradiveq_sends_what_was_foreseen():
     ],
 )
 def test_what_does_not_pay_is_said_with_numbers(compressor, layers, message):
-    (line,) = said(compressor, layers)
+    (line,) = warned(compressor, layers)
     assert message in line
     assert len(line) < 600
 
@@ -143,17 +143,17 @@ LARGE = convolutions(3, 64, 128, 256, 512) + linear(512, 1000)
     ids=str,
 )
 def test_nothing_is_said_where_it_pays(compressor, ranks):
-    assert said(compressor, LARGE, ranks) == []
+    assert warned(compressor, LARGE, ranks) == []
 
 
 def test_a_density_that_saves_nothing_among_so_many():
     layers = linear(300, 200, 10)
-    few, many = (said(SparseGDCompressor(density=0.1), layers, ranks) for ranks in (2, 64))
+    few, many = (warned(SparseGDCompressor(density=0.1), layers, ranks) for ranks in (2, 64))
     assert few == []
     assert len(many) == 1
     assert "nothing is saved among 64 ranks" in many[0] and "SparseGDCompressor" in many[0]
-    assert said(StromCompressor(), layers, 64) == [], "which its gradients decide"
-    assert said(QSGDCompressor(), layers, 64) == []
+    assert warned(StromCompressor(), layers, 64) == [], "which its gradients decide"
+    assert warned(QSGDCompressor(), layers, 64) == []
 
 
 @pytest.mark.parametrize("ranks", [3, 5, 7])
@@ -267,7 +267,7 @@ def test_whoever_moves_more_than_dense_gradients_is_warned(compressor, ranks):
     counted = sum(received(method, layout, ranks) for method, layout in planned)
     headers = 2 * (ranks - 1) * 2 * wire.HEADER_BYTES
     if counted > dense + headers and compressor.compresses:
-        assert said(compressor, layers, ranks), (counted, dense)
+        assert warned(compressor, layers, ranks), (counted, dense)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_whoever_moves_more_than_dense_gradients_is_warned(compressor, ranks):
     ids=str,
 )
 def test_newer_methods_and_wrappers_are_warned_about_too(compressor, ranks):
-    (line,) = said(compressor, linear(300, 200, 10), ranks)
+    (line,) = warned(compressor, linear(300, 200, 10), ranks)
     assert f"nothing is saved among {ranks} ranks" in line
     assert str(compressor.working) in line or not compressor.runs
     assert len(line) < 600

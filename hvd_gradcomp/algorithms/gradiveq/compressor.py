@@ -332,7 +332,7 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
             return total, state._replace(r=kept.r)
         r = state.r
         if self.feedback and isinstance(between, LinearCompressor) and between.itemsize < 4:
-            there = between.decode(ops, context.layout, between.encode(ops, gradient))
+            there = between.from_code(ops, context.layout, between.to_code(ops, gradient))
             missed = gradient - there
             # The allreduced sum reveals non-finite values.
             r = r + ops.where(missed - missed == 0, missed, 0.0)

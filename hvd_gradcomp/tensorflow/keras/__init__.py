@@ -36,7 +36,7 @@ from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
 from hvd_gradcomp.tensorflow.datasets import even_batches
 from hvd_gradcomp.tensorflow.keras import callbacks, elastic
-from hvd_gradcomp.tensorflow.keras.fitting import translate as _translate
+from hvd_gradcomp.tensorflow.keras.fit_patch import translate as _translate
 from hvd_gradcomp.tensorflow.keras.moments import track_moments
 from hvd_gradcomp.tensorflow.keras.momentum_exchange import MomentumExchange
 from hvd_gradcomp.tensorflow.keras.optimizer import (

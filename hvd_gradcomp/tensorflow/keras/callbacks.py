@@ -452,13 +452,13 @@ def _require_reducing(model: keras.Model, process_set: Any) -> bool:
         return model.built
     own_step = type(model).train_step is not keras.Model.train_step  # may exchange by itself
     exchanges = own_step or callback_of(model) is not None
-    own = ("" if exchanges else refusal(model.optimizer), model.built)
-    gathered = gather_objects(own, tuple[str, bool], "gradcomp.fit", process_set)
+    answer = ("" if exchanges else refusal(model.optimizer), model.built)
+    gathered = gather_objects(answer, tuple[str, bool], "gradcomp.fit", process_set)
     ranks = process_set.ranks or range(len(gathered))
-    found = [f"rank {rank}: {reason}" for rank, (reason, _) in zip(ranks, gathered) if reason]
-    if found:
+    refusals = [f"rank {rank}: {reason}" for rank, (reason, _) in zip(ranks, gathered) if reason]
+    if refusals:
         raise ValueError(
-            f"fit would train without an exchange of gradients: {'; '.join(found[:4])}. Compile "
+            f"fit would train without an exchange of gradients: {'; '.join(refusals[:4])}. Compile "
             "the model with hvd.DistributedOptimizer(optimizer, compression=...) on all ranks; "
             "load it with hvd.load_model, after hvd.init(). Or pass hvd.callbacks.LocalSteps to fit"
         )

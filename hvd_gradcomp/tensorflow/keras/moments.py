@@ -224,8 +224,8 @@ def track_moments(model: keras.Model, *, others: str = "error") -> keras.Model:
 
 
 def _leaf_layers(model: keras.Model) -> list[Any]:
-    found = model._flatten_layers(include_self=False)
-    return [x for x in found if not isinstance(x, keras.Model)]
+    flat_layers = model._flatten_layers(include_self=False)
+    return [x for x in flat_layers if not isinstance(x, keras.Model)]
 
 
 def _watch(layer: Any) -> None:
@@ -277,10 +277,12 @@ def _train_step(model: Any, data: Any) -> Any:
     weights = model.trainable_weights
     sources = [w.value for w in weights], [use.output for use in uses]
     gradients, deltas = tape.gradient(loss, sources)
-    found = moments_of(weights, uses, deltas, model._gradcomp_others)
+    squares = moments_of(weights, uses, deltas, model._gradcomp_others)
     if model._gradcomp_others == "step":
-        found = [q if g is None or q is not None else _squared(g) for q, g in zip(found, gradients)]
-    distributed_in(model.optimizer)._moments = found
+        squares = [
+            q if g is None or q is not None else _squared(g) for q, g in zip(squares, gradients)
+        ]
+    distributed_in(model.optimizer)._moments = squares
     model.optimizer.apply_gradients(zip(gradients, weights))
     return model.compute_metrics(x, y, predicted, sample_weight=sample_weight)
 
@@ -293,7 +295,7 @@ def moments_of(
     weights: Sequence[Any], uses: Sequence[LayerUse], deltas: Sequence[Any], others: str = "error"
 ) -> list[Any]:
     """Return each weight's moment from its layer's inputs and output gradients, or None."""
-    found: dict[int, tf.Tensor] = {}
+    moments: dict[int, tf.Tensor] = {}
     reached = [use for use, delta in zip(uses, deltas) if delta is not None]
     calls = Counter(id(use.layer) for use in reached)
     for use, delta in zip(reached, (delta for delta in deltas if delta is not None)):
@@ -310,5 +312,5 @@ def moments_of(
         for name, square in squares.items():
             weight = getattr(use.layer, name, None)
             if weight is not None:
-                found[id(weight)] = tf.reshape(square, weight.shape)
-    return [found.get(id(weight)) for weight in weights]
+                moments[id(weight)] = tf.reshape(square, weight.shape)
+    return [moments.get(id(weight)) for weight in weights]

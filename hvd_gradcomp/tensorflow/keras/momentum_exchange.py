@@ -25,7 +25,7 @@ from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.handover import correction_of
 from hvd_gradcomp.planning.assignment import Partition
 from hvd_gradcomp.tensorflow.comm import takes_part
-from hvd_gradcomp.tensorflow.keras.local_vars import places_of
+from hvd_gradcomp.tensorflow.keras.local_variables import places_of
 from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizerMixin
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.reducers import exchanges_in, reducer_of

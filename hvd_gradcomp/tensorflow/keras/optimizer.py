@@ -29,7 +29,7 @@ from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.tensorflow.comm import takes_part
 from hvd_gradcomp.tensorflow.keras import loss_scale, serialization
-from hvd_gradcomp.tensorflow.keras.local_vars import local_places, places_of
+from hvd_gradcomp.tensorflow.keras.local_variables import local_places, places_of
 from hvd_gradcomp.tensorflow.keras.step_exchange import StepExchange
 from hvd_gradcomp.tensorflow.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.reducer import LOGGER, TITLES, GraphReducer, require_one_replica
@@ -45,24 +45,21 @@ else:  # the mixin comes before a subclass of it
 def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     optimizer: keras.optimizers.Optimizer,
     name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
+    *,
     compression: Any = None,
     sparse_as_dense: bool | None = None,
     gradient_predivide_factor: float = 1.0,
     op: Any = horovod.Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: Any = None,
     process_set: Any = horovod.global_process_set,
     scale_local_gradients: bool = True,
-    *,
     batch_size: int | None = None,
     hierarchical: bool = False,
     nonfinite: str | None = None,
     verify_every: int = 0,
     rollback: bool = False,
+    **horovod_only: Any,
 ) -> keras.optimizers.Optimizer:
     """Wrap a Keras optimizer so that gradients are exchanged compressed before each update.
 
@@ -79,7 +76,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             configuration, and the same variables if it was built. If it is distributed already,
             its plain optimizer is wrapped; with the same compressor, its state is kept.
         name: of the new optimizer; the old one's if None.
-        device_dense, device_sparse: accepted for compatibility, unused.
         compression: a compressor of this package, or Horovod's `Compression.none` or `.fp16`.
         sparse_as_dense: compress the sparse gradients of embeddings (`IndexedSlices`) as dense
             tensors (True), or gather their rows, uncompressed (False). None: whichever moves fewer
@@ -89,7 +85,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         backward_passes_per_step: gradients are added up over this many calls of `apply`; the
             other calls change nothing.
         average_aggregated_gradients: divide that sum by `backward_passes_per_step`.
-        num_groups, groups: refused.
         process_set: the ranks that take part.
         scale_local_gradients: divide gradients that are not exchanged by the number of ranks; see
             `PartialDistributedOptimizer`.
@@ -113,6 +108,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             `optimizer.discard_step()`, which is `hvd.discard_step(optimizer)`. Exchange and update
             are one call here, so the caller has to restore the weights. It takes as much memory as
             the compressor's state.
+        horovod_only: `num_groups` and `groups` are refused: layers are exchanged in buckets;
+            `device_dense` and `device_sparse` change nothing.
 
     Raises:
         ValueError: Horovod is not initialised; groups or Adasum are asked for; the optimizer
@@ -123,7 +120,6 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
         MismatchError: at the first step, on all ranks, if they do not train the same model.
         DivergedError: in `apply`, on all ranks, with `verify_every`.
     """
-    del device_dense, device_sparse
     options = ExchangeOptions(
         sparse_as_dense,
         gradient_predivide_factor,
@@ -144,7 +140,7 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
             f"expected a Keras 3 optimizer, got {type(optimizer).__name__}; for other optimizers "
             "use hvd.DistributedGradientTape"
         )
-    compressor = options.resolve_compressor(compression, "DistributedOptimizer", groups, num_groups)
+    compressor = options.resolve_compressor(compression, "DistributedOptimizer", horovod_only)
     if backward_passes_per_step < 1:
         raise ValueError(
             f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}"
@@ -188,16 +184,8 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
 def PartialDistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     optimizer: keras.optimizers.Optimizer,
     name: str | None = None,
-    device_dense: str = "",
-    device_sparse: str = "",
-    compression: Any = None,
-    sparse_as_dense: bool | None = None,
-    gradient_predivide_factor: float = 1.0,
-    op: Any = horovod.Average,
-    groups: Any = None,
-    process_set: Any = horovod.global_process_set,
+    *,
     local_layers: Any = None,
-    scale_local_gradients: bool = True,
     **options: Any,
 ) -> keras.optimizers.Optimizer:
     """Wrap an optimizer like `DistributedOptimizer`, but leave some gradients to their rank.
@@ -208,12 +196,11 @@ def PartialDistributedOptimizer(  # noqa: N802 - the name that users of Horovod 
 
     Args:
         optimizer: as in `DistributedOptimizer`; not built yet.
-        name, device_dense, device_sparse, compression, sparse_as_dense: as there.
-        gradient_predivide_factor, op, groups, process_set: as there.
+        name: as there.
         local_layers: one layer of Keras, or several. They may be built later, before the optimizer.
-        scale_local_gradients: divide their gradients by the number of ranks, as averaging does
-            with those of other layers.
-        options: the other arguments of `DistributedOptimizer`.
+        options: the other arguments of `DistributedOptimizer`; `scale_local_gradients`, the
+            default, divides these layers' gradients by the number of ranks, as averaging does with
+            those of other layers.
 
     Raises:
         ValueError: as there; or `local_layers` is something else.
@@ -221,20 +208,7 @@ def PartialDistributedOptimizer(  # noqa: N802 - the name that users of Horovod 
     layers = layers_in(local_layers)
     if layers and optimizer.built:
         raise ValueError("PartialDistributedOptimizer needs an optimizer that is not built yet")
-    distributed = DistributedOptimizer(
-        optimizer,
-        name,
-        device_dense,
-        device_sparse,
-        compression,
-        sparse_as_dense,
-        gradient_predivide_factor,
-        op,
-        groups=groups,
-        process_set=process_set,
-        scale_local_gradients=scale_local_gradients,
-        **options,
-    )
+    distributed = DistributedOptimizer(optimizer, name, **options)
     distributed._find_local.append(lambda: variables_of(layers))
     return distributed
 
@@ -300,10 +274,10 @@ class DistributedOptimizerMixin(_KerasOptimizer):
 
     def _continue(self, source: keras.optimizers.Optimizer) -> None:
         """Take the variables of the optimizer that this one is made from, and its exceptions."""
-        plain, own = _inner_of(source), _inner_of(self)
+        plain, inner = _inner_of(source), _inner_of(self)
         for excluded in ("_exclude_from_weight_decay", "_exclude_from_weight_decay_pattern"):
             if hasattr(plain, excluded):  # not in the configuration
-                setattr(own, excluded, getattr(plain, excluded))
+                setattr(inner, excluded, getattr(plain, excluded))
         if isinstance(source, DistributedOptimizerMixin):
             self._find_local.extend(source._find_local)
             self._known_local = source._known_local
@@ -461,10 +435,10 @@ class DistributedOptimizerMixin(_KerasOptimizer):
         if self._step_exchange is not None:
             self._step_exchange.drop_of_others()
 
-    def own(self) -> None:
+    def claim_state(self) -> None:
         """Mark the state as this process's, whose rank may have changed."""
         if self._step_exchange is not None:
-            self._step_exchange.own()
+            self._step_exchange.claim_state()
 
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Exchange the gradients, then update the variables with the result."""
@@ -537,7 +511,6 @@ def load_model(
     custom_optimizers: Sequence[type] | None = None,
     custom_objects: dict[str, Any] | None = None,
     compression: Any = None,
-    legacy_opts: bool = False,
     **options: Any,
 ) -> keras.Model:
     """Load a saved Keras model, with a `DistributedOptimizer` in place of its optimizer.
@@ -552,13 +525,13 @@ def load_model(
         custom_objects: as in `keras.models.load_model`.
         compression: as in `DistributedOptimizer`; the saved one if None. With another one, the
             exchange starts anew.
-        legacy_opts: refused; it belongs to Keras 2.
         options: other arguments of `DistributedOptimizer`, in place of the saved ones.
+            Horovod's `legacy_opts` belongs to Keras 2, and is refused.
 
     Raises:
         ValueError: the optimizer cannot train here; the message says why.
     """
-    if legacy_opts:
+    if options.pop("legacy_opts", False):
         raise ValueError("legacy_opts= belongs to Keras 2; hvd_gradcomp needs Keras 3")
     if compression is not None:
         options["compression"] = compression
@@ -568,22 +541,22 @@ def load_model(
         model = keras.models.load_model(filepath, custom_objects=objects)
     if model.optimizer is None:
         return model
-    found = distributed_in(model.optimizer)
-    if not isinstance(found, DistributedOptimizerMixin):  # it was saved undistributed
+    optimizer = distributed_in(model.optimizer)
+    if not isinstance(optimizer, DistributedOptimizerMixin):  # it was saved undistributed
         compiled = keras.saving.deserialize_keras_object(model.get_compile_config())
         compiled["optimizer"] = DistributedOptimizer(model.optimizer, **options)
         model.compile(**compiled)
-    elif found._refusal:
-        raise ValueError(f"load_model: the optimizer cannot train: {found._refusal}")
+    elif optimizer._refusal:
+        raise ValueError(f"load_model: the optimizer cannot train: {optimizer._refusal}")
     return model
 
 
 def refusal(optimizer: keras.optimizers.Optimizer) -> str:
     """Return why training with this optimizer would not exchange gradients; "" if it would."""
-    found = distributed_in(optimizer)
-    if not isinstance(found, DistributedOptimizerMixin):
-        return f"{type(found).__name__} is not distributed"
-    return found._refusal
+    distributed = distributed_in(optimizer)
+    if not isinstance(distributed, DistributedOptimizerMixin):
+        return f"{type(distributed).__name__} is not distributed"
+    return distributed._refusal
 
 
 # -- classes, configurations and back -------------------------------------------------------------

@@ -119,24 +119,24 @@ def named(name: str) -> type:
     Raises:
         TypeError: there is none.
     """
-    found = keras.saving.get_registered_object(name) or vars(keras.optimizers).get(name)
-    if found is None:
+    optimizer_class = keras.saving.get_registered_object(name) or vars(keras.optimizers).get(name)
+    if optimizer_class is None:
         raise TypeError(
             f"there is no optimizer {name!r} here: pass custom_objects= or custom_optimizers=, or "
             "decorate its class with @keras.saving.register_keras_serializable()"
         )
-    return found
+    return optimizer_class
 
 
 def load_variables(
-    store: Mapping[str, Any], variables: Sequence[Any], own: int, plain: int, same: bool
+    store: Mapping[str, Any], variables: Sequence[Any], plain_here: int, plain: int, same: bool
 ) -> None:
     """Load the variables of another optimizer, as far as they fit.
 
     Args:
         store: what is loaded, by place.
         variables: of the optimizer that loads; those of the plain optimizer come first.
-        own: how many of these are the plain optimizer's.
+        plain_here: how many of these are the plain optimizer's.
         plain: the same of what is loaded.
         same: whether the others are of an exchange like this.
     """
@@ -145,9 +145,9 @@ def load_variables(
         return tuple(store[str(place)].shape) == tuple(variable.shape)
 
     count, placed = len(store.keys()), list(enumerate(variables))
-    pairs = [pair for pair in placed[:own][:plain] if fits(*pair)]
-    of_exchange = placed[own:]
-    same = same and count == len(variables) and plain == own
+    pairs = [pair for pair in placed[:plain_here][:plain] if fits(*pair)]
+    of_exchange = placed[plain_here:]
+    same = same and count == len(variables) and plain == plain_here
     if same and all(fits(*pair) for pair in of_exchange):
         pairs += of_exchange
     elif of_exchange and count > plain:

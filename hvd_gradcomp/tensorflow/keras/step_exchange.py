@@ -93,7 +93,7 @@ class StepExchange:
         """Return the variables whose gradients are exchanged, in the order of the layers."""
         return [self._variables[i] for i in self._exchanged]
 
-    def own(self) -> None:
+    def claim_state(self) -> None:
         """Mark the state as this process's, whose rank may have changed."""
         self.owner.assign(horovod.rank())
 
@@ -108,7 +108,7 @@ class StepExchange:
                 "other ranks begin with nothing. hvd.save_checkpoint saves what belongs to each",
                 saver,
             )
-        self.own()
+        self.claim_state()
         self.reducer.reset_local()
 
     def reduce(

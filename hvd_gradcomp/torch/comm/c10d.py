@@ -24,8 +24,8 @@ from hvd_gradcomp.runtime.program_runner import TrafficCounter
 from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare
 
 _CLOSED = (
-    "the connections were closed after an error of this rank, by destroy_process_group(), or as "
-    "what ddp.Elastic has run has ended"
+    "the connections are closed: this rank failed earlier, destroy_process_group() was called, or "
+    "the function run by ddp.Elastic has returned"
 )
 _FREE, _USED, _UNCLEAN, _CLOSED_HERE = "fuxc"  # states of a connection on a rank
 _numbers = itertools.count()  # of collectives

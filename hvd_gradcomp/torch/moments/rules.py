@@ -98,8 +98,8 @@ def _matmul(input: Tensor, other: Tensor) -> PerSampleRule | None:
 
 
 def _tuple(value: Any, axes: int) -> tuple[int, ...]:
-    given = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-    return given if len(given) == axes else given * axes
+    values = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    return values if len(values) == axes else values * axes
 
 
 def _over_entries(
@@ -402,16 +402,16 @@ class Replay:
         """Return the gradients of one of the tensors for some samples, [samples, *shape]."""
         wide = deltas[0].dtype
         tensors = [t.to(wide) if t.is_floating_point() else t for t in tensors]
-        found = []
+        gradients = []
         for sample in piece:
-            given = [_of(sample, t, place) for t, place in zip(tensors, self.places)]
-            leaf = given[target] = given[target].detach().requires_grad_()
+            arguments = [_of(sample, t, place) for t, place in zip(tensors, self.places)]
+            leaf = arguments[target] = arguments[target].detach().requires_grad_()
             with torch.enable_grad():
-                args, kwargs = self.fill(given)
+                args, kwargs = self.fill(arguments)
                 results = [t for t in tensors_in(self.func(*args, **kwargs)) if t.requires_grad]
-            own = [_of(sample, d, place) for d, place in zip(deltas, self.out)]
-            found.append(torch.autograd.grad(results, leaf, own)[0])
-        return torch.stack(found)
+            sample_deltas = [_of(sample, d, place) for d, place in zip(deltas, self.out)]
+            gradients.append(torch.autograd.grad(results, leaf, sample_deltas)[0])
+        return torch.stack(gradients)
 
 
 def _of(sample: int, tensor: Tensor, place: SampleAxis | None) -> Tensor:
@@ -459,7 +459,7 @@ class Recurrence:
     ) -> list[Gates]:
         """Return the `Gates` of each weight in turn; a bias has those of its weight."""
         active, x, deltas = self._padded(x, deltas)
-        found: list[Gates] = []
+        gates: list[Gates] = []
         products: list[tuple[Tensor, list[Tensor]]] = []
         lasts: list[list[Tensor]] = [[] for _ in state]
         with torch.enable_grad():
@@ -467,9 +467,9 @@ class Recurrence:
                 outputs = []
                 for direction in range(self.directions):
                     place = layer * self.directions + direction
-                    own = weights[place * self.per_layer : (place + 1) * self.per_layer]
+                    layer_weights = weights[place * self.per_layer : (place + 1) * self.per_layer]
                     begin = [s[place] for s in state]
-                    output, last, made = self._run(x, begin, own, direction == 1, active)
+                    output, last, made = self._run(x, begin, layer_weights, direction == 1, active)
                     products += made
                     outputs.append(output)
                     for kept, item in zip(lasts, last):
@@ -479,11 +479,11 @@ class Recurrence:
             flat = [y for _, ys in products for y in ys]
             gradients = iter(torch.autograd.grad(results, flat, deltas, allow_unused=True))
         for inputs, ys in products:
-            own = [next(gradients) for _ in ys]
-            pieces = [torch.zeros_like(y) if d is None else d for y, d in zip(ys, own)]
+            layer_weights = [next(gradients) for _ in ys]
+            pieces = [torch.zeros_like(y) if d is None else d for y, d in zip(ys, layer_weights)]
             delta = pieces[0] if len(pieces) == 1 and pieces[0].dim() == 3 else torch.stack(pieces)
-            found.append(Gates(inputs.detach(), delta))
-        return found
+            gates.append(Gates(inputs.detach(), delta))
+        return gates
 
     def _run(
         self,

@@ -43,8 +43,8 @@ class Notes(Generic[T]):
 
     def of(self, tensor: Tensor) -> T | None:
         """Return the note on a tensor, or None."""
-        found = self._notes.get(id(tensor))
-        return found[1] if found is not None and found[0]() is tensor else None
+        entry = self._notes.get(id(tensor))
+        return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def put(self, tensor: Tensor, note: T) -> None:
         """Set the note on a tensor."""
@@ -52,8 +52,8 @@ class Notes(Generic[T]):
         self._notes[key] = weakref.ref(tensor, partial(self._forget, key)), note
 
     def _forget(self, key: int, reference: Any) -> None:
-        found = self._notes.get(key)
-        if found is not None and found[0] is reference:
+        note = self._notes.get(key)
+        if note is not None and note[0] is reference:
             del self._notes[key]
 
 
@@ -113,7 +113,7 @@ def noted(tensor: Tensor) -> SampleAxis | Lost | None:
     return _places.of(tensor)
 
 
-def found(tensor: Tensor, samples: int) -> SampleAxis | Lost:
+def inferred(tensor: Tensor, samples: int) -> SampleAxis | Lost:
     """Infer the sample axis from the shape, for a tensor whose origin was not observed."""
     if samples == 1 or (tensor.dim() and tensor.shape[0] == samples):
         return SampleAxis(samples, 0)
@@ -150,11 +150,11 @@ def follow(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) 
     results = list(tensors_in(out))
     if len(places) != len(results):
         places = [None] * len(results)
-    for result, there in zip(results, places):
+    for result, axis in zip(results, places):
         if name in _CHANGES:
             mark(result, LOST)
         elif noted(result) is None:
-            mark(result, there or _after(name, args, kwargs, first, place, result))
+            mark(result, axis or _after(name, args, kwargs, first, place, result))
 
 
 def _seen(

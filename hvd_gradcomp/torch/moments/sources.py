@@ -65,7 +65,9 @@ def source_of(
             )
         return "step"
     if source == "sample" and not all(tracked):
-        untracked = [name for (name, _), held in zip(named_parameters, tracked) if not held]
+        untracked = [
+            name for (name, _), is_tracked in zip(named_parameters, tracked) if not is_tracked
+        ]
         raise ValueError(f"moments='sample' needs {how}; not tracked: {', '.join(untracked[:8])}")
     if source == "microbatch" and passes < 2:
         raise ValueError(

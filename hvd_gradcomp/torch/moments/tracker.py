@@ -171,10 +171,10 @@ class DerivedParam:
         with torch.enable_grad():
             args, kwargs = self.fill(values)
             out = list(tensors_in(self.func(*args, **kwargs)))[self.index]
-        (found,) = torch.autograd.grad(
+        (contribution,) = torch.autograd.grad(
             out, leaf, c.to(out.dtype), is_grads_batched=True, allow_unused=True
         )
-        return None if found is None else found.to(c.dtype)
+        return None if contribution is None else contribution.to(c.dtype)
 
 
 Source = Union[nn.Parameter, DerivedParam, Tensor]  # a plain tensor is a constant
@@ -261,8 +261,10 @@ def _add_use(
 
         def through(piece: range, parameter: nn.Parameter = parameter) -> Tensor:
             c = contribute(piece)
-            found = _back_to(parameter, source, c)
-            return c.new_zeros(len(piece), *parameter.shape) if found is None else found
+            in_parameter = _back_to(parameter, source, c)
+            return (
+                c.new_zeros(len(piece), *parameter.shape) if in_parameter is None else in_parameter
+            )
 
         record.uses.append(ParamUse(task, samples_, through))
 
@@ -311,11 +313,11 @@ class _Spread(torch.autograd.Function):
     def backward(ctx: Any, delta: Tensor) -> tuple[Tensor, None, None, None]:
         shape, place = ctx.value, ctx.place
         whole, extra = _wide(delta.detach()), delta.dim() - len(shape)
-        own = place.axis - extra  # the value's own axis that counts samples
-        if own >= 0 and shape[own] != 1:
+        axis = place.axis - extra  # the value's own axis that counts samples
+        if axis >= 0 and shape[axis] != 1:
             whole = whole.sum_to_size(shape)
-            sample = torch.arange(shape[own], device=delta.device) // place.inner % place.samples
-            sample = sample.reshape(-1, *(1 for _ in shape[own + 1 :]))
+            sample = torch.arange(shape[axis], device=delta.device) // place.inner % place.samples
+            sample = sample.reshape(-1, *(1 for _ in shape[axis + 1 :]))
 
             def contribute(piece: range) -> Tensor:
                 return torch.stack([whole * (sample == z) for z in piece])
@@ -343,11 +345,11 @@ def _by_rule(
     """Return a callback that records a use, for a function with a rule."""
 
     def note(deltas: list[Tensor], kept: tuple[Tensor, ...]) -> None:
-        delta, given = _wide(deltas[0]), kept[0]
+        delta, inputs = _wide(deltas[0]), kept[0]
 
         @cache  # once for all parameters of the function
         def both() -> tuple[Tensor, Tensor]:
-            full = given.to(delta.dtype) if given.is_floating_point() else given
+            full = inputs.to(delta.dtype) if inputs.is_floating_point() else inputs
             if form.prepare is not None:
                 full = form.prepare(full)
             return _entries(full, x), _entries(delta, out)
@@ -457,7 +459,7 @@ class _Observer(TorchFunctionMode):
             elif sample_axis.noted(t) is not None:
                 hanging = True
             elif t.requires_grad and not t.is_leaf:  # its origin was not observed
-                sample_axis.mark(t, sample_axis.found(t, self.samples))
+                sample_axis.mark(t, sample_axis.inferred(t, self.samples))
                 hanging = True
         if made and torch.is_grad_enabled():
             out = self._meet(func, args, kwargs, made, hanging)
@@ -493,11 +495,11 @@ class _Observer(TorchFunctionMode):
             return self._by_rule(func, args, kwargs, form)
         return self._replayed(func, args, kwargs, made)
 
-    def _saw(self, tensors: Sequence[Tensor], way: str) -> None:
+    def _saw(self, tensors: Sequence[Tensor], handling: str) -> None:
         for t in tensors:
             for p in _behind(_source(t)):
                 if p in _records:
-                    _records[p].ways[way] = None
+                    _records[p].ways[handling] = None
 
     def _cannot(self, tensors: Sequence[Tensor], func: Any, why: str) -> None:
         for t in tensors:
@@ -546,13 +548,13 @@ class _Observer(TorchFunctionMode):
         """Expand sample-independent arguments, so that each sample has its own gradient."""
         place: SampleAxis | None = None
         for t in tensors_in((args, kwargs)):
-            there = sample_axis.noted(t)  # None for parameters and derived values
-            if isinstance(there, SampleAxis) and there.samples == 1:
-                place = there
-            elif isinstance(there, SampleAxis) and place is None:
-                axis = there.axis + len(shape) - t.dim()
-                if t.shape[there.axis] == shape[axis]:
-                    place = there._replace(axis=axis)
+            noted = sample_axis.noted(t)  # None for parameters and derived values
+            if isinstance(noted, SampleAxis) and noted.samples == 1:
+                place = noted
+            elif isinstance(noted, SampleAxis) and place is None:
+                axis = noted.axis + len(shape) - t.dim()
+                if t.shape[noted.axis] == shape[axis]:
+                    place = noted._replace(axis=axis)
         if place is None:
             self._cannot(made, func, "no axis counts its samples")
             return func(*args, **kwargs)
@@ -566,26 +568,30 @@ class _Observer(TorchFunctionMode):
         out = func(*args, **kwargs)
         x = form.inputs
         place: Any = SampleAxis(1, -1)  # one sample without an axis
-        there = place
+        out_axis = place
         if x.dim() != form.rank - 1:
             sample_axis.follow(func, args, kwargs, out)
-            place, there = sample_axis.noted(x), sample_axis.noted(out)
-        if form.why_not or not isinstance(place, SampleAxis) or not isinstance(there, SampleAxis):
+            place, out_axis = sample_axis.noted(x), sample_axis.noted(out)
+        if (
+            form.why_not
+            or not isinstance(place, SampleAxis)
+            or not isinstance(out_axis, SampleAxis)
+        ):
             self._cannot(targets, func, form.why_not or "no axis counts the samples of its input")
             return out
         self._saw(targets, func.__name__)
         if all(t is form.targets.get("bias") for t in targets):
             x = x.detach().new_zeros(()).expand_as(x)  # not needed, and may be overwritten
-        return self._noting(_by_rule(form, place, there), out, [x])
+        return self._noting(_by_rule(form, place, out_axis), out, [x])
 
     def _noting(self, note: Any, out: Any, kept: Sequence[Tensor]) -> Any:
         results = [out] if isinstance(out, Tensor) else list(out)
         kept = [t.detach() for t in kept]
         noted = _Noted.apply(note, len(results), *results, *kept)
         for old, new in zip(results, noted):
-            there = sample_axis.noted(old)
-            if there is not None:
-                sample_axis.mark(new, there)
+            axis = sample_axis.noted(old)
+            if axis is not None:
+                sample_axis.mark(new, axis)
         return noted[0] if isinstance(out, Tensor) else type(out)(noted)
 
     def _recurrent(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -628,17 +634,17 @@ class _Observer(TorchFunctionMode):
         out = func(*args, **kwargs)
         sample_axis.follow(func, args, kwargs, out)
         results = [t for t in tensors_in(out) if t.requires_grad]
-        there: list[Any] = [sample_axis.noted(t) for t in results]
-        counted = [p for p in (*places, *there) if p is not None]
+        result_axes: list[Any] = [sample_axis.noted(t) for t in results]
+        counted = [p for p in (*places, *result_axes) if p is not None]
         if (
             func.__name__.endswith("_")
             or not all(isinstance(p, SampleAxis) for p in counted)
             or len({p.samples for p in counted if isinstance(p, SampleAxis)}) != 1
-            or len(there) != len(list(tensors_in(out)))
+            or len(result_axes) != len(list(tensors_in(out)))
         ):
             self._cannot(made, func, "it has no rule, and no axis counts the samples")
             return out
-        replay = Replay(func, fill, places, there)
+        replay = Replay(func, fill, places, result_axes)
         targets = {i: _source(t) for i, t in enumerate(tensors) if any(t is m for m in made)}
         self._saw(made, func.__name__)
         return self._noting(_by_replay(replay, targets, self.samples), out, tensors)
@@ -734,11 +740,11 @@ def track_moments(model: nn.Module, *, chunk: int = 16, others: str = "error") -
         if not hasattr(module, "_orig_mod")  # torch.compile's wrapper
     ]
     for name, module in modules:
-        own = list(module.named_parameters(recurse=False))
-        why_not = _no_way(module) if own else ""
-        if why_not and any(p.requires_grad for _, p in own):
+        direct = list(module.named_parameters(recurse=False))
+        why_not = _no_way(module) if direct else ""
+        if why_not and any(p.requires_grad for _, p in direct):
             unknown[f"{name or 'the model itself'} ({type(module).__name__})"] = why_not
-        for n, p in own:
+        for n, p in direct:
             if isinstance(p, nn.parameter.UninitializedParameter):
                 raise ValueError(
                     f"{name}.{n} is not initialised yet: call the model once before track_moments"
@@ -887,20 +893,20 @@ def _begin(module: nn.Module, args: Any, kwargs: Any) -> bool:
     for parameter in list(_frozen):
         if parameter.requires_grad:
             _hook(parameter, _frozen.pop(parameter))
-    given = [t for t in tensors_in((args, kwargs)) if _source(t) is None]
-    first = next((t for t in given if t.dim()), None)
+    inputs = [t for t in tensors_in((args, kwargs)) if _source(t) is None]
+    first = next((t for t in inputs if t.dim()), None)
     before = None if first is None else sample_axis.noted(first)
     count = 1 if first is None else first.shape[0]
     count = before.samples if isinstance(before, SampleAxis) else count
     if count == 0:  # an empty batch has no samples whose squares would count
         return False
-    for t in given:
-        there = sample_axis.noted(t)
-        if isinstance(there, SampleAxis) and there.samples == count:
+    for t in inputs:
+        axis = sample_axis.noted(t)
+        if isinstance(axis, SampleAxis) and axis.samples == count:
             continue
         if count == 1 or (t.dim() and t.shape[0] == count):
             sample_axis.mark(t, SampleAxis(count, 0))
-        elif there is not None:
+        elif axis is not None:
             sample_axis.mark(t, LOST)
     _running.observer = _Observer(module, count)
     _running.observer.__enter__()

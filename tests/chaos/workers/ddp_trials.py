@@ -135,8 +135,8 @@ CASES: dict[str, Callable[[Trial], Any]] = {
 }
 
 
-def main(folder: str, given: str, *names: str) -> None:
-    del given
+def main(folder: str, cases: str, *names: str) -> None:
+    del cases
     torch.set_num_threads(1)
     rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
     met = Path(folder, "met").absolute()

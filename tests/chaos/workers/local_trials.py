@@ -209,8 +209,8 @@ class _FailedError(ArithmeticError):
         super().__init__("this rank has failed")
 
 
-def main(folder: str, given: str, *names: str) -> None:
-    options.update(json.loads(given))
+def main(folder: str, cases: str, *names: str) -> None:
+    options.update(json.loads(cases))
     hvd.init()
     torch.set_num_threads(1)
     trials.run(folder, hvd.rank(), CASES, names, hvd.barrier)

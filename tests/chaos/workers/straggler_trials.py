@@ -64,12 +64,12 @@ def train(hvd: Any, plan: dict[str, Any], rank: int) -> dict[str, Any]:
         optimizer.step()
     optimizer.exchange()
     ((bucket,),) = [reducer.buckets for reducer in optimizer.all_reducers]
-    held = torch.zeros(SIZE)
+    occupied = torch.zeros(SIZE)
     if plan["compression"] == "sparse":
-        held = residual_of(bucket.compressor, bucket.state)[:SIZE]
+        occupied = residual_of(bucket.compressor, bucket.state)[:SIZE]
     return {
         "made": made.tolist(),
-        "held": held.tolist(),
+        "held": occupied.tolist(),
         "parameters": parameter.tolist(),
         "steps": optimizer.steps_made,
     }

@@ -129,10 +129,10 @@ def fitted(batches: Callable[[], int], **settings: Any) -> Callable[[Trial], str
 
 def swap(loop: Loop) -> None:
     """Other weights for an evaluation, and the own ones back."""
-    own = [w.read_value() for w in loop.weights]
+    weights_here = [w.read_value() for w in loop.weights]
     for w in loop.weights:
         w.assign(tf.zeros_like(w))
-    for w, value in zip(loop.weights, own):
+    for w, value in zip(loop.weights, weights_here):
         w.assign(value)
 
 
@@ -180,8 +180,8 @@ CASES: dict[str, Callable[[Trial], Any]] = {
 }
 
 
-def main(folder: str, given: str, *names: str) -> None:
-    del given
+def main(folder: str, cases: str, *names: str) -> None:
+    del cases
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     trials.run(folder, hvd.rank(), CASES, names, lambda: hvd.allgather_object(None))

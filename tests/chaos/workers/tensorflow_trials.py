@@ -312,8 +312,8 @@ CASES: dict[str, Callable[[Trial], Any]] = {
 }
 
 
-def main(folder: str, given: str, *names: str) -> None:
-    del given
+def main(folder: str, cases: str, *names: str) -> None:
+    del cases
     hvd.init()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     trials.run(folder, hvd.rank(), CASES, names, lambda: hvd.allgather_object(None))

@@ -38,7 +38,7 @@ def main() -> None:
         for model, compressor in zip(models, METHODS)
     ]
     generator = torch.Generator().manual_seed(hvd.rank())
-    said, done = "", 0
+    message, done = "", 0
     try:
         for done in range(steps):
             if done == 5 and hvd.rank() == 0:
@@ -49,10 +49,12 @@ def main() -> None:
                 model(torch.randn(8, 64, generator=generator)).square().mean().backward()
                 optimizer.step()
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     replicas = digest(p.detach().numpy() for model in models for p in model.parameters())
-    write(folder, hvd.rank(), {"said": said, "step": done, "replicas": replicas, "at": time.time()})
-    if said:
+    write(
+        folder, hvd.rank(), {"said": message, "step": done, "replicas": replicas, "at": time.time()}
+    )
+    if message:
         sys.exit(1)
     hvd.shutdown()
 

@@ -98,10 +98,10 @@ def apart(compressor: Any, steps: int) -> Callable[[Trial], str]:
         for _ in range(steps + 1):
             train(model, optimizer, 1)
             kept.append(copy.deepcopy((model.state_dict(), optimizer.state_dict())))
-        mine = kept[-1 if hvd.rank() == FAULTY else -2]
+        state_here = kept[-1 if hvd.rank() == FAULTY else -2]
         trial.now()
         model.load_state_dict(kept[-2][0])
-        optimizer.load_state_dict(mine[1])
+        optimizer.load_state_dict(state_here[1])
         train(model, optimizer, 12)
         return replicas(model)
 
@@ -326,8 +326,8 @@ CASES: dict[str, Callable[[Trial], Any]] = {
 }
 
 
-def main(folder: str, given: str, *names: str) -> None:
-    options.update(json.loads(given))
+def main(folder: str, cases: str, *names: str) -> None:
+    options.update(json.loads(cases))
     hvd.init(process_sets="dynamic" if options.get("hierarchical") else None)
     torch.set_num_threads(1)
     trials.run(folder, hvd.rank(), CASES, names, hvd.barrier)

@@ -75,16 +75,16 @@ def run(
             print("trial:", name, flush=True)
             trial = Trial(Path(folder), rank, name)
             faulthandler.dump_traceback_later(LIMIT + _SLACK, exit=True, file=stream)
-            said, replicas = "", None
+            message, replicas = "", None
             try:
                 replicas = cases[name](trial)
             except Exception as error:
-                said = f"{type(error).__name__}: {error}"
+                message = f"{type(error).__name__}: {error}"
                 trial.details["names"] = _raised_by_package(error)
             faulthandler.cancel_dump_traceback_later()
-            line = {"case": name, "said": said, "replicas": replicas, "at": time.time()}
+            line = {"case": name, "said": message, "replicas": replicas, "at": time.time()}
             _append(path, {**line, **trial.details})
-            if any(word in said for word in ENDS):
+            if any(word in message for word in ENDS):
                 raise SystemExit(1)
 
 

@@ -24,17 +24,17 @@ def on_torch(n: int) -> tuple[int, list[list[float]]]:
         op=hvd.Sum,
         bucket_bytes=4 * n,
     )
-    found = []
+    replies = []
     for step in range(STEPS):
         optimizer.zero_grad()
         values = torch.tensor(gradient(hvd.rank(), step, n))
         (parameters[0][1] * values + parameters[1][1] * values * 2).sum().backward()
         optimizer.synchronize()
         assert torch.equal(parameters[1][1].grad, 2 * parameters[0][1].grad)
-        found.append(parameters[0][1].grad.tolist())
+        replies.append(parameters[0][1].grad.tolist())
         with optimizer.skip_synchronize():
             optimizer.step()  # without it zero_grad() takes the step back
-    return hvd.rank(), found
+    return hvd.rank(), replies
 
 
 def on_tensorflow(n: int) -> tuple[int, list[list[float]]]:
@@ -44,12 +44,12 @@ def on_tensorflow(n: int) -> tuple[int, list[list[float]]]:
 
     hvd.init()
     variable = tf.Variable(tf.zeros(n))
-    found = []
+    replies = []
     for step in range(STEPS):
         values = tf.constant(gradient(hvd.rank(), step, n))
         (reduced,) = hvd.reduce_gradients([values], [variable], EveryCollective(), op=hvd.Sum)
-        found.append(reduced.numpy().tolist())
-    return hvd.rank(), found
+        replies.append(reduced.numpy().tolist())
+    return hvd.rank(), replies
 
 
 if __name__ == "__main__":

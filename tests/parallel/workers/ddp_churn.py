@@ -38,8 +38,8 @@ def die() -> None:
 
 
 def residuals(optimizer: Any) -> list[torch.Tensor]:
-    found = [residual_of(b.compressor, b.state) for r in optimizer.reducers for b in r.buckets]
-    return [r for r in found if r is not None]
+    residuals = [residual_of(b.compressor, b.state) for r in optimizer.reducers for b in r.buckets]
+    return [r for r in residuals if r is not None]
 
 
 def norm(optimizer: Any) -> float:
@@ -171,10 +171,10 @@ def main(folder: str, endpoint: str, text: str) -> None:
         optimizer.exchange()
         return "finished"
 
-    said, problem = None, None
+    message, problem = None, None
     try:
-        said = train(state)
-        if said == "early":
+        message = train(state)
+        if message == "early":
             until = time.monotonic() + 40
             while len([*Path(folder).glob("ended-*")]) < 2 and time.monotonic() < until:
                 time.sleep(0.05)
@@ -185,7 +185,7 @@ def main(folder: str, endpoint: str, text: str) -> None:
     x, y = batch_of(-1, -1)
     noted(
         "end",
-        said=said,
+        said=message,
         problem=problem,
         lost=state.lost,
         scheduled=scheduler.last_epoch,

@@ -9,7 +9,7 @@ import weakref
 CYCLES = 5
 
 
-def held():
+def referenced():
     """Return the open descriptors, the threads, and the groups of `torch.distributed`."""
     from torch.distributed import distributed_c10d
 
@@ -28,7 +28,7 @@ def leaves_nothing(name, make):
     for _ in range(CYCLES):
         alive += [weakref.ref(item) for item in make()]
         gc.collect()
-        counts.append(held())
+        counts.append(referenced())
         living = [type(item()).__name__ for item in alive if item() is not None]
         assert not living, (name, living)
     assert len(set(counts[1:])) == 1, (name, "descriptors, threads, groups:", counts)

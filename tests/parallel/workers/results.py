@@ -72,7 +72,7 @@ def digest(arrays: Iterable[Any]) -> str:
 def flipped(folder: Path, rank: int, load: Any, barrier: Any, times: int) -> dict[str, list[str]]:
     """What a load says after each of some flips of one bit, by the file of a checkpoint."""
     version = (folder / "current").read_text().split()[0]
-    said: dict[str, list[str]] = {}
+    messages: dict[str, list[str]] = {}
     for name in ("current", "manifest", "shared", "rank-0-of-2", "rank-1-of-2"):
         path = folder / name if name == "current" else folder / version / name
         whole, random = path.read_bytes(), Random(name)
@@ -83,12 +83,12 @@ def flipped(folder: Path, rank: int, load: Any, barrier: Any, times: int) -> dic
             if rank == 0:
                 path.write_bytes(damaged)
             barrier()
-            said.setdefault(name, []).append(errors_of({name: load})[name])
+            messages.setdefault(name, []).append(errors_of({name: load})[name])
         barrier()
         if rank == 0:
             path.write_bytes(whole)
         barrier()
-    return said
+    return messages
 
 
 def forged(version: Path, name: str, data: bytes) -> None:
@@ -104,12 +104,12 @@ def forged(version: Path, name: str, data: bytes) -> None:
 
 def errors_of(cases: dict[str, Any]) -> dict[str, str]:
     """What each case raises."""
-    found = {}
+    results = {}
     for name, case in cases.items():
         print("case:", name, flush=True)  # the last one is what hangs, should one hang
         try:
             case()
-            found[name] = "nothing was raised"
+            results[name] = "nothing was raised"
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+            results[name] = f"{type(error).__name__}: {error}"
+    return results

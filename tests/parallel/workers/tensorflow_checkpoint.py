@@ -99,12 +99,12 @@ def moved(ways, compressor, folder):
     train(whole, 0, 4)
     train(whole, 4, 8)
     before = train(build(compressor, dropout=0.0), 0, 4)
-    found = {}
+    results = {}
     for save_and_load in ways:
         path = Path(folder, f"{save_and_load.__name__}-{hvd.rank()}")
         model = train(save_and_load(before, compressor, path), 4, 8)
-        found[save_and_load.__name__] = [everything(whole), everything(model)]
-    return found
+        results[save_and_load.__name__] = [everything(whole), everything(model)]
+    return results
 
 
 def with_tapes(compressor, folder):
@@ -161,12 +161,12 @@ def on_other_ranks(folder, steps):
     """Resumes what another number of ranks has saved, if any has; trains; saves."""
     result = {}
     for place, compressor in enumerate((VarianceCompressor(), DGCCompressor(0.1), GRADIVEQ)):
-        model, there, first = build(compressor), Path(folder, str(place)), 0
-        if (there / "current").exists():
-            first = hvd.load_checkpoint(there, model=model)["epoch"]
+        model, saved_in, first = build(compressor), Path(folder, str(place)), 0
+        if (saved_in / "current").exists():
+            first = hvd.load_checkpoint(saved_in, model=model)["epoch"]
         before = mass(model)
         train(model, first, first + steps)
-        hvd.save_checkpoint(there, mode="consolidated", model=model, epoch=first + steps)
+        hvd.save_checkpoint(saved_in, mode="consolidated", model=model, epoch=first + steps)
         parameters = digest([plain_variable(v).numpy() for v in model.trainable_variables])
         result[repr(compressor)] = [before, mass(model), parameters]
     return result
@@ -224,7 +224,7 @@ def refused(folder):
             odd, mode=("sharded", "consolidated")[hvd.rank()], model=plain
         ),
     }
-    said, target = errors_of(cases), build(compressor)
+    messages, target = errors_of(cases), build(compressor)
     before = everything(target)
 
     def again():
@@ -232,7 +232,7 @@ def refused(folder):
 
     flips = flipped(good, hvd.rank(), again, lambda: hvd.allreduce(tf.zeros(1)), times=12)
     unharmed.append(everything(target) == before)
-    return {"said": said, "unharmed": unharmed, "flips": flips}
+    return {"said": messages, "unharmed": unharmed, "flips": flips}
 
 
 def main(folder: str, what: str, steps: str) -> None:

@@ -122,10 +122,10 @@ class Log(logging.Handler):
 
     def __init__(self):
         super().__init__(logging.ERROR)
-        self.case, self.found = "", {}
+        self.case, self.messages = "", {}
 
     def emit(self, record):
-        self.found[self.case] = record.getMessage()
+        self.messages[self.case] = record.getMessage()
 
 
 def main(folder: str, *names: str) -> None:
@@ -135,10 +135,10 @@ def main(folder: str, *names: str) -> None:
     stall_inspector.PATIENCE = 0.5
     log = Log()
     logging.getLogger("hvd_gradcomp").addHandler(log)
-    found = {"log": log.found}
+    results = {"log": log.messages}
     for log.case in names:  # a deadlock ends Horovod, so it comes last
-        found.update(errors_of({log.case: CASES[log.case]}))
-    write(folder, rank, found)
+        results.update(errors_of({log.case: CASES[log.case]}))
+    write(folder, rank, results)
     if hvd.is_initialized():
         hvd.shutdown()
 

@@ -73,9 +73,9 @@ class Trained(Subclassed):
     """One with a training step of its own, which keeps the batch under other names."""
 
     def train_step(self, batch):
-        (given, target), _ = batch
+        (inputs, target), _ = batch
         with tf.GradientTape() as tape:
-            value = LOSS(target, self(given))
+            value = LOSS(target, self(inputs))
         tape = hvd_tf.DistributedGradientTape(tape, compression=STROM)
         weights = self.trainable_variables
         self.optimizer.apply(tape.gradient(value, weights), weights)
@@ -168,9 +168,12 @@ def goes_on(folder):
     # Another compressor: Adam's own goes on, the exchange begins anew.
     other = hvd.load_model(path, compression=VarianceCompressor())
     moments = len(other.optimizer._plain)
-    mine = digest(np.asarray(v) for v in other.optimizer.variables[:moments])
-    there = keras.models.load_model(path).optimizer
-    pairs["another compressor"] = [mine, digest(np.asarray(v) for v in there.variables[:moments])]
+    moments_here = digest(np.asarray(v) for v in other.optimizer.variables[:moments])
+    reloaded = keras.models.load_model(path).optimizer
+    pairs["another compressor"] = [
+        moments_here,
+        digest(np.asarray(v) for v in reloaded.variables[:moments]),
+    ]
     anew = reducer_of(other)
     pairs["anew"] = [[int(anew.steps), repr(anew.compressor)], [0, repr(VarianceCompressor())]]
     # Undistributed: distributed afterwards, and still so when it is saved again.
@@ -203,7 +206,7 @@ def goes_on(folder):
 
 def resumed(folder):
     """Rank 0 alone loads; every compressor's state, and then some that train on."""
-    replicas, said = {}, 0
+    replicas, logged = {}, 0
     path = str(Path(folder, "resumed.keras"))
     for compressor in EVERY:
         model = compiled(network(), compressor)
@@ -217,7 +220,7 @@ def resumed(folder):
         hvd.broadcast_variables(model.variables, 0)
         hvd.broadcast_variables(model.optimizer.variables, 0)
         shared = [v.numpy() for _, v in reducer.planner.replicated]
-        own = [v for v in reducer.planner.variables if is_rank_local(v)]
+        residuals = [v for v in reducer.planner.variables if is_rank_local(v)]
         learned = {id(v) for v, _ in reducer.planner.learned_by_one(7)}
         if hvd.rank() == 1:
             begun = [pair for bucket in reducer.buckets for pair in leaves(bucket.template)]
@@ -225,8 +228,8 @@ def resumed(folder):
                 if is_rank_local(v) and id(v) not in learned:
                     same = np.array_equal(v.numpy(), start.numpy(), equal_nan=True)
                     assert same, (compressor, field, v, start)
-        said += reducer.planner.keeps_local
-        together = [v.numpy() for v in own if id(v) in learned]
+        logged += reducer.planner.keeps_local
+        together = [v.numpy() for v in residuals if id(v) in learned]
         replicas[f"resumed {compressor!r}"] = [
             int(reducer.steps),
             int(model.optimizer.iterations),
@@ -245,11 +248,11 @@ def resumed(folder):
         else:
             model = compiled(network(build=compressor is LGC), compressor)
         fit(model)
-        said += reducer_of(model).planner.keeps_local
+        logged += reducer_of(model).planner.keeps_local
         hvd.verify(model.optimizer)
         replicas[f"trains on from rank 0: {compressor!r}"] = weights(model)
         assert int(reducer_of(model).steps) == 54
-    return replicas, said
+    return replicas, logged
 
 
 def not_built():
@@ -350,29 +353,29 @@ def local_layers(folder):
             plain, options = keras.optimizers.SGD(1.0), {"scale_local_gradients": scaled}
             variables, local = model.trainable_variables, [model.get_layer("head")]
             tape, value = gradients(model)
-            own = [g.numpy() for g in tape.gradient(value, variables)]
+            of_rank = [g.numpy() for g in tape.gradient(value, variables)]
             if kind == "tape":
                 wrapped = hvd_tf.PartialDistributedGradientTape(
                     gradients(model)[0], local_layers=local, **options
                 )
                 with wrapped:
                     value = tf.reduce_sum(model(x))
-                mine, shared = wrapped.get_local_and_global_gradients(value, variables)
-                assert [v.path for v, _ in mine] == [v.path for v in local[0].variables]
-                given = {id(v): g for v, g in (*mine, *shared)}
+                of_local, shared = wrapped.get_local_and_global_gradients(value, variables)
+                assert [v.path for v, _ in of_local] == [v.path for v in local[0].variables]
+                by_variable = {id(v): g for v, g in (*of_local, *shared)}
                 plain.build(variables)
-                plain.apply([given[id(v)] for v in variables])
+                plain.apply([by_variable[id(v)] for v in variables])
             else:
                 passes = {"backward_passes_per_step": 2} if kind == "passes" else {}
                 plain = hvd.PartialDistributedOptimizer(
                     plain, local_layers=local[0], **options, **passes
                 )
                 for _ in range(2 if passes else 1):
-                    plain.apply([tf.constant(g / (2 if passes else 1)) for g in own], variables)
+                    plain.apply([tf.constant(g / (2 if passes else 1)) for g in of_rank], variables)
             moved = [b - np.asarray(a) for a, b in zip(model.get_weights(), before)]
             ends[kind] = [np.round(m.astype(np.float64), 4).tolist() for m in moved]
-        means = [hvd_tf.allreduce(tf.constant(g), op=hvd_tf.Average).numpy() for g in own]
-        expected = [*means[:4], *(g / (2 if scaled else 1) for g in own[4:])]
+        means = [hvd_tf.allreduce(tf.constant(g), op=hvd_tf.Average).numpy() for g in of_rank]
+        expected = [*means[:4], *(g / (2 if scaled else 1) for g in of_rank[4:])]
         for kind, moved in ends.items():
             errors = [np.abs(np.array(a) - b).max() for a, b in zip(moved, expected)]
             pairs[f"local, {kind}, scaled={scaled}"] = [bool(max(errors) < 1e-3), True]
@@ -404,10 +407,10 @@ def local_layers(folder):
     before = weights(model)
     optimizer.apply(bad, model.trainable_variables)
     pairs["local NaN"] = [weights(model), before]
-    there = Path(folder, "local")
-    hvd.save_checkpoint(there, model=model)
+    saved_in = Path(folder, "local")
+    hvd.save_checkpoint(saved_in, model=model)
     other, _ = trained(STROM)
-    hvd.load_checkpoint(there, model=other)
+    hvd.load_checkpoint(saved_in, model=other)
     pairs["local, loaded"] = [everything(other), everything(model)]
     again = hvd.DistributedOptimizer(optimizer, compression=STROM)
     pairs["local, around itself"] = [sorted(again._local), sorted(optimizer._local)]
@@ -417,7 +420,7 @@ def local_layers(folder):
         sorted(keras.models.load_model(path).optimizer._local),
         sorted(optimizer._local),
     ]
-    return pairs, replicas, lambda: hvd.save_checkpoint(there, mode="consolidated", model=model)
+    return pairs, replicas, lambda: hvd.save_checkpoint(saved_in, mode="consolidated", model=model)
 
 
 def stays():
@@ -436,12 +439,12 @@ def stays():
 
 def undistributed(where=(0, 1), callback=None):
     model = network()
-    mine = (
+    local = (
         keras.optimizers.Adam()
         if hvd.rank() in where
         else hvd.DistributedOptimizer(keras.optimizers.Adam())
     )
-    model.compile(mine, LOSS)
+    model.compile(local, LOSS)
     callback = callback or hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     model.fit(*data(), verbose=0, callbacks=[callback])
 
@@ -566,14 +569,14 @@ def main(folder: str) -> None:
     hvd.init()
     pairs, replicas = goes_on(folder)
     pairs.update(saved_and_loaded(folder))
-    found, resumes = resumed(folder)
-    replicas.update(found)
-    found, more = not_built()
-    replicas.update(found)
+    results, resumes = resumed(folder)
+    replicas.update(results)
+    results, more = not_built()
+    replicas.update(results)
     pairs.update({**more, **schedules(), **stays(), **by_plain_keras(folder)})
-    more, found, consolidated = local_layers(folder)
+    more, results, consolidated = local_layers(folder)
     pairs.update(more)
-    replicas.update(found)
+    replicas.update(results)
     errors = refused(folder, early, consolidated)
     result = {"pairs": pairs, "replicas": replicas, "errors": errors, "resumed": resumes}
     finish(hvd, folder, result)

@@ -238,8 +238,8 @@ def embeddings():
         few, others = embedded(5000, 2, compressor)
         assert few.ratio > 40, few
         assert few.density["embedding/embeddings"] < 0.01, few
-        asked, same = embedded(5000, 2, compressor, sparse_as_dense=False)
-        assert (asked.bytes_sent <= few.bytes_sent) and same == others, (asked, few)
+        chosen, same = embedded(5000, 2, compressor, sparse_as_dense=False)
+        assert (chosen.bytes_sent <= few.bytes_sent) and same == others, (chosen, few)
         dense, _ = embedded(5000, 2, compressor, sparse_as_dense=True)
         assert small < dense.ratio < 8, dense
         results += [weights, others]
@@ -352,13 +352,13 @@ def unlike_lengths():
     y = np.eye(y.shape[-1], dtype="f4")[np.arange(len(y)) % y.shape[-1]]
     data = tf.data.Dataset.from_tensor_slices((x[:length], y[:length])).batch(8)
     callback = hvd_keras.callbacks.MetricAverageCallback()
-    said = model.fit(hvd_keras.even_batches(data), epochs=2, verbose=0, callbacks=[callback])
+    history = model.fit(hvd_keras.even_batches(data), epochs=2, verbose=0, callbacks=[callback])
     unknown = hvd_keras.even_batches(data.filter(lambda *_: True))
     assert sum(1 for _ in unknown) == -(-(len(x) - 8) // 8)
     steps = hvd.compression_stats(optimizer).steps
     assert steps == 2 * -(-(len(x) - 8) // 8), steps
-    assert np.asarray(said.history["f1"][0]).shape == (y.shape[-1],)
-    return [weights_of(model), digest(np.asarray(f) for f in said.history["f1"])]
+    assert np.asarray(history.history["f1"][0]).shape == (y.shape[-1],)
+    return [weights_of(model), digest(np.asarray(f) for f in history.history["f1"])]
 
 
 def joined():
@@ -482,12 +482,12 @@ def outputs_first(exchange):
     """1-bit SGD of TensorFlow's layers; a world of PyTorch's plain ops does the same to the bit."""
     compressor = hvd.OneBitCompressor(exchange)
     variables = [tf.Variable(tf.zeros(shape), name=name) for name, shape in KERNELS.items()]
-    given = [tf.Variable(v) for v in variables]
+    copies = [tf.Variable(v) for v in variables]
 
     @tf.function
     def reduced():
         with tf.GradientTape() as tape:
-            value = tf.add_n([tf.reduce_sum(v * g) for v, g in zip(variables, given)])
+            value = tf.add_n([tf.reduce_sum(v * g) for v, g in zip(variables, copies)])
         return hvd.DistributedGradientTape(tape, compression=compressor).gradient(value, variables)
 
     world = None
@@ -497,9 +497,9 @@ def outputs_first(exchange):
             [random.standard_normal(shape).astype("f4") for shape in KERNELS.values()]
             for _ in range(2)
         ]
-        for variable, x in zip(given, ranks[hvd.rank()]):
+        for variable, x in zip(copies, ranks[hvd.rank()]):
             variable.assign(x)
-        found = [as_pytorch_has_it(n, x.numpy()) for n, x in zip(KERNELS, reduced())]
+        reduced_ = [as_pytorch_has_it(n, x.numpy()) for n, x in zip(KERNELS, reduced())]
         reducer = reducer_of(variables)
         if world is None:
             (bucket,) = reducer.buckets
@@ -512,14 +512,14 @@ def outputs_first(exchange):
             turned = [as_pytorch_has_it(n, x) for n, x in zip(KERNELS, layers)]
             flats.append(world.flat([turned[place] for place in places]))
         expected = world.step(flats)[0]
-        assert torch.equal(world.flat([found[place] for place in places]), expected)
+        assert torch.equal(world.flat([reduced_[place] for place in places]), expected)
         (kept,) = reducer.planner.variables
         assert kept.numpy().tobytes() == world.states[hvd.rank()].r.numpy().tobytes()
     requests = [requests[hvd.rank()] for requests in world.traffic]
     leaving = [r.tensor[1:] if isinstance(r, Alltoall) else r.tensor for r in requests]
     sent = sum(x.numel() * x.element_size() for x in leaving)
     assert hvd.compression_stats(variables).bytes_sent == 4 * sent, exchange
-    return digest(x.numpy() for x in found)
+    return digest(x.numpy() for x in reduced_)
 
 
 def process_sets():
@@ -602,13 +602,13 @@ def broadcast():
     optimizer = hvd_keras.DistributedOptimizer(keras.optimizers.SGD(0.1), compression=STROM)
     model.compile(optimizer, "mse")
     fitted(model, 1, *samples())
-    own = [v.numpy() for v in optimizer._gradcomp.planner.variables]
+    variables_ = [v.numpy() for v in optimizer._gradcomp.planner.variables]
     if hvd.rank() == 1:
         optimizer.learning_rate = 7.0
     hvd.broadcast_variables(optimizer.variables, root_rank=0)
-    assert digest(own) == digest(v.numpy() for v in optimizer._gradcomp.planner.variables)
+    assert digest(variables_) == digest(v.numpy() for v in optimizer._gradcomp.planner.variables)
     assert float(optimizer.learning_rate) == np.float32(0.1)
-    return digest([own[0]])
+    return digest([variables_[0]])
 
 
 def late_torch():
@@ -650,8 +650,8 @@ def main(folder: str) -> None:
         "unlike lengths": unlike_lengths(),
         "two optimizers": two_optimizers(folder),
     }
-    own = broadcast()
-    finish(hvd, folder, {"equal": result, "own": own, "errors": discarded_wrongly()})
+    broadcast_ = broadcast()
+    finish(hvd, folder, {"equal": result, "own": broadcast_, "errors": discarded_wrongly()})
 
 
 if __name__ == "__main__":

@@ -95,8 +95,8 @@ def nested_sources():
         ours.append(gradients(sources))
         tf.nest.assert_same_structure(ours[-1], sources)
     ours.append([gradients(a), gradients(b)])
-    found = [digest(x.numpy() for x in tf.nest.flatten(each)) for each in ours]
-    return found, [digest(x.numpy() for x in listed)] * len(found)
+    digests = [digest(x.numpy() for x in tf.nest.flatten(each)) for each in ours]
+    return digests, [digest(x.numpy() for x in listed)] * len(digests)
 
 
 def embedding(as_dense):
@@ -341,7 +341,7 @@ def pass_of(distributed, variable, graph):
 
 def unlike_passes():
     """A pass may bring gradients of layers that the last one of its step has none of."""
-    found = []
+    results = []
     for graph in (False, True):
         variables = [keras.Variable(np.zeros(n, "float32")) for n in (3, 2)]
         distributed = optimizer(optimizer=keras.optimizers.SGD(1.0), backward_passes_per_step=2)
@@ -349,8 +349,8 @@ def unlike_passes():
         passes = [pass_of(distributed, variable, graph) for variable in variables]
         for run in passes * 2:
             run()
-        found += [variable.numpy().tolist() for variable in variables]
-    assert found == [[-2.0] * 3, [-2.0] * 2] * 2, found
+        results += [variable.numpy().tolist() for variable in variables]
+    assert results == [[-2.0] * 3, [-2.0] * 2] * 2, results
 
 
 def not_decayed():
@@ -414,7 +414,7 @@ def several_optimizers():
 
 def like_keras():
     """Largest differences to Keras's own optimizer with the mean gradient, in each option."""
-    made, found = keras.optimizers, {}
+    made, results = keras.optimizers, {}
     often = {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2}
 
     def adam(**more):
@@ -473,8 +473,8 @@ def like_keras():
         difference, end = distant(**how)
         bound = 1e-12 if how.get("dtype") == "float64" else 1e-6
         assert difference < bound, f"{name}: {difference}"
-        found[name] = end
-    return found
+        results[name] = end
+    return results
 
 
 def left_behind():
@@ -510,7 +510,7 @@ def left_behind():
         steps.exchange()
         return weights[0]
 
-    found = {}
+    results = {}
     for name, run in {
         "optimizer": fitted(optimizer_around),
         "momenta": fitted(lambda adam: MomentumExchange(adam, None, 1)),
@@ -518,7 +518,7 @@ def left_behind():
         "local steps": local,
         "callback": fitted(lambda adam: adam, lambda: callbacks.LocalSteps(2, warmup_steps=1)),
     }.items():
-        found[name] = []
+        results[name] = []
         for _ in range(3):
             trained = weakref.ref(run())
             for _ in range(3):
@@ -527,8 +527,8 @@ def left_behind():
             variables = sum(isinstance(x, tf.Variable) for x in gc.get_objects())
             records = len(stall_inspector.records())
             gone = trained() is None
-            found[name].append([gone, files, threads, len(living), records, variables])
-    return found
+            results[name].append([gone, files, threads, len(living), records, variables])
+    return results
 
 
 def optimizer_around(plain):

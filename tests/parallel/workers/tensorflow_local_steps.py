@@ -66,8 +66,8 @@ def train(variables, local, steps, first=1):
         local.step()
 
 
-def far(found, wanted):
-    return float(np.abs(found - wanted).max())
+def far(values, wanted):
+    return float(np.abs(values - wanted).max())
 
 
 def against_the_papers():
@@ -75,16 +75,20 @@ def against_the_papers():
     variables, ranks = network(), hvd.size()
     local = hvd.LocalSteps(variables, EVERY, DILOCO)
     train(variables, local, 8)
-    outer, own = oracle.diloco(numbers(0), inner, ranks, 8, EVERY, 0.7, 0.9)
-    found = {"diloco": max(far(flat(variables), own[hvd.rank()]), far(globals_of(local), outer))}
+    outer, locals_ = oracle.diloco(numbers(0), inner, ranks, 8, EVERY, 0.7, 0.9)
+    results = {
+        "diloco": max(far(flat(variables), locals_[hvd.rank()]), far(globals_of(local), outer))
+    }
     variables = network()
     local = hvd.LocalSteps(variables, 4, DILOCO, fragments=3, delay=2)
     train(variables, local, 13)
     parts = [slice(a, b) for a, b in zip(ENDS, ENDS[1:])]
     how = 4, 0.7, 0.9, parts, 2, 0.5
-    outer, own = oracle.streaming(numbers(0), inner, ranks, 13, *how)
-    found["streaming"] = max(far(flat(variables), own[hvd.rank()]), far(globals_of(local), outer))
-    return found
+    outer, locals_ = oracle.streaming(numbers(0), inner, ranks, 13, *how)
+    results["streaming"] = max(
+        far(flat(variables), locals_[hvd.rank()]), far(globals_of(local), outer)
+    )
+    return results
 
 
 def globals_of(local):
@@ -115,7 +119,7 @@ def warmup():
 
 def methods():
     """Digests of variables between exchanges, and after some."""
-    found = {}
+    results = {}
     for compression in METHODS:
         variables = network()
         local = hvd.LocalSteps(variables, EVERY, compression=compression)
@@ -130,8 +134,8 @@ def methods():
         train(variables, local, more, 2 * EVERY + 1)
         local.exchange()
         assert local.steps_made == 2 * EVERY + more
-        found[repr(compression)] = apart, [first, digest([flat(variables)])]
-    return found
+        results[repr(compression)] = apart, [first, digest([flat(variables)])]
+    return results
 
 
 def started():
@@ -164,10 +168,10 @@ def consolidated(folder):
     hvd.save_checkpoint(folder, mode="consolidated", variables=variables, local=local)
     again, other = started()
     hvd.load_checkpoint(folder, variables=again, local=other)
-    found = [digest([flat(variables)]), digest([flat(again)])]
+    digests = [digest([flat(variables)]), digest([flat(again)])]
     train(again, other, 4, other.steps_made + 1)
     other.exchange()
-    return [*found, digest([flat(again)])]
+    return [*digests, digest([flat(again)])]
 
 
 def skipped():
@@ -193,7 +197,7 @@ def spoil(variables):
 
 def slow_ranks():
     """Rounds in which the last rank sleeps in each step: steps, rounds, digests, what is lost."""
-    found, pause = {}, 0.15 if hvd.rank() == hvd.size() - 1 else 0.005
+    results, pause = {}, 0.15 if hvd.rank() == hvd.size() - 1 else 0.005
     whole = hvd.ChunkedTopKCompressor(chunk=32, k=2, values="float32", decay=1.0)
     for compression in (hvd.NoneCompressor(), whole, hvd.Int8Compressor()):
         variables, total = network(), np.zeros(ENDS[-1])
@@ -216,8 +220,8 @@ def slow_ranks():
         sent = hvd.allreduce(tf.constant(RATE * total - kept), name="sent", op=hvd.Sum).numpy()
         lost = far(numbers(0) - flat(variables), sent / hvd.size())
         ends = digest([flat(variables)])
-        found[type(compression).__name__] = slowest, [rounds, local.rounds, ends], lost
-    return found
+        results[type(compression).__name__] = slowest, [rounds, local.rounds, ends], lost
+    return results
 
 
 def local_residual(local):
@@ -296,7 +300,7 @@ def weights(model):
 
 def fit_against_the_paper():
     """The largest difference; with several steps an execution too."""
-    found = {}
+    results = {}
     for together in (1, 2):
         model = model_of(keras.optimizers.SGD(0.1), steps_per_execution=together)
         first = hvd.broadcast(model.weights[0].value, 0, name="first").numpy()
@@ -308,8 +312,8 @@ def fit_against_the_paper():
 
         outer, _ = oracle.diloco(first.reshape(-1), step, hvd.size(), 8, 4, 0.7, 0.9)
         fit(model, [hvd_keras.callbacks.LocalSteps(4, DILOCO)])
-        found[str(together)] = far(weights(model)[0].reshape(-1), outer)
-    return found
+        results[str(together)] = far(weights(model)[0].reshape(-1), outer)
+    return results
 
 
 def fits():
@@ -343,8 +347,8 @@ def fit_resumed(folder):
         return model, hvd_keras.callbacks.LocalSteps(3, **how)
 
     def end(model):
-        own = map(tf.convert_to_tensor, model.optimizer.variables)
-        return digest([*weights(model), *(v.numpy() for v in own)])
+        variables_ = map(tf.convert_to_tensor, model.optimizer.variables)
+        return digest([*weights(model), *(v.numpy() for v in variables_)])
 
     class Saving(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
@@ -372,7 +376,7 @@ class Embedded(layers.Layer):
 
 def averaged_fits():
     """Digests after each of two `fit` with moving averages, and the least weight of one >= 0."""
-    found, sparse = {}, hvd.SparseGDCompressor(density=0.2)
+    results, sparse = {}, hvd.SparseGDCompressor(density=0.2)
     # An average begins with the first weights, so these keep the constraint too.
     within = keras.initializers.RandomUniform(0.0, 1.0)
     nonneg = {"kernel_constraint": keras.constraints.NonNeg(), "use_bias": False}
@@ -389,8 +393,8 @@ def averaged_fits():
             fit(model, [callback, *after], epochs=2, validation_data=data(0, 1))
             average = [v.numpy() for v in optimizer._model_variables_moving_average]
             ends.append(digest([*weights(model), *average]))
-        found[name] = ends, float(weights(model)[1].min())
-    return found
+        results[name] = ends, float(weights(model)[1].min())
+    return results
 
 
 def with_replicas():
@@ -413,7 +417,7 @@ def with_replicas():
 
 def slow_fits():
     """Steps, and what is equal, of `fit` with a rank that sleeps: until a round, and for epochs."""
-    pause, found = 0.1 if hvd.rank() == hvd.size() - 1 else 0.005, {}
+    pause, results = 0.1 if hvd.rank() == hvd.size() - 1 else 0.005, {}
 
     class Sleep(keras.callbacks.Callback):
         def on_train_batch_begin(self, batch, logs=None):
@@ -431,20 +435,20 @@ def slow_fits():
     rest = [callback, Sleep(), Until(), hvd_keras.callbacks.MetricAverageCallback()]
     model.fit(endless, steps_per_epoch=1000, epochs=3, callbacks=rest, verbose=0)
     local = callback.local
-    found["until"] = local.steps_made, [local.rounds, digest(weights(model))]
+    results["until"] = local.steps_made, [local.rounds, digest(weights(model))]
     callback = hvd_keras.callbacks.LocalSteps(3, **how)
     model = model_of(keras.optimizers.Adam(0.01))
     fit(model, [callback, Sleep(), hvd_keras.callbacks.VerifyCallback(1)], epochs=2)
     local = callback.local
     assert local.steps_made == 16
-    found["epochs"] = local.steps_made, [local.rounds, digest(weights(model))]
-    return found
+    results["epochs"] = local.steps_made, [local.rounds, digest(weights(model))]
+    return results
 
 
 # -- what ranks do differently -------------------------------------------------------------------
 
 
-def said(rank):
+def message_of(rank):
     def loop(steps, spoiled=False, shift=0.0, **options):
         variables = network()
         variables[1].assign_add(tf.fill(SHAPES[1], shift))
@@ -533,7 +537,7 @@ def main(folder: str) -> None:
         "fit resumed": fit_resumed(here / "fit"),
         "averaged fits": averaged_fits(),
         "replicas": with_replicas(),
-        "errors": said(hvd.rank()),
+        "errors": message_of(hvd.rank()),
     }
     finish(hvd, folder, result)
 

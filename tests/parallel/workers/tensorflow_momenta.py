@@ -42,8 +42,10 @@ def momenta(compression, warmup=WARMUP, **more):
 def common(model):
     """Digest of weights, and of the optimizer's own variables."""
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    own = [v for v in optimizer.variables if not v.path.rpartition("/")[2].startswith("gradcomp")]
-    return digest(tf.convert_to_tensor(v).numpy() for v in (*model.weights, *own))
+    of_optimizer = [
+        v for v in optimizer.variables if not v.path.rpartition("/")[2].startswith("gradcomp")
+    ]
+    return digest(tf.convert_to_tensor(v).numpy() for v in (*model.weights, *of_optimizer))
 
 
 def everything(model):
@@ -137,7 +139,7 @@ def not_finite(scaled):
     return watch.seen
 
 
-def said(rank):
+def message_of(rank):
     def raised():
         model = network(momenta(hvd.OneBitCompressor()))
         model.fit(*spoiled(5), batch_size=BATCH, shuffle=False, verbose=0)
@@ -165,24 +167,24 @@ def main(folder: str) -> None:
     hvd.init()
     here = Path(folder)
     writer = hvd.callbacks.StatsWriter(2, [hvd.JSONLines(here / "stats.jsonl")])
-    found = {
+    results = {
         "none": fitted(hvd.NoneCompressor(), here / "none"),
         "one-bit": fitted(hvd.OneBitCompressor(), here / "one-bit", writer),
         "sparse": fitted(SPARSE, here / "sparse", at=(2, 5)),
     }
     result = {
-        "fit": {name: watch.seen for name, (watch, _, _) in found.items()},
-        "resumed": found["sparse"][1],
-        "bytes": {name: sent for name, (_, _, sent) in found.items()},
+        "fit": {name: watch.seen for name, (watch, _, _) in results.items()},
+        "resumed": results["sparse"][1],
+        "bytes": {name: sent for name, (_, _, sent) in results.items()},
         "records": hvd.rank() or len((here / "stats.jsonl").read_text().splitlines()),
         "loop": {
             "none": looped(hvd.NoneCompressor(), graph=False),
             "one-bit": looped(hvd.OneBitCompressor(), graph=True),
             "sparse": looped(SPARSE, graph=False),
         },
-        "plain": far_from_plain(found["one-bit"][0].warm),
+        "plain": far_from_plain(results["one-bit"][0].warm),
         "skipped": {str(scaled): not_finite(scaled) for scaled in (False, True)},
-        "errors": said(hvd.rank()),
+        "errors": message_of(hvd.rank()),
     }
     finish(hvd, folder, result)
 

@@ -35,11 +35,13 @@ def pair(**settings):
     )
     assert float(optimizer.momentum) == 0.0
     assert optimizer.get_config()["momentum"] == settings["momentum"]
-    mine = np.concatenate(
+    gradients_here = np.concatenate(
         [np.arange(4 * i, 4 * i + 4)[hvd.rank() :: hvd.size()] for i in range(50)]
     )
     model.compile(optimizer, "mse")
-    model.fit(x[mine], y[mine], 4 // hvd.size(), epochs=1, shuffle=False, verbose=0)
+    model.fit(
+        x[gradients_here], y[gradients_here], 4 // hvd.size(), epochs=1, shuffle=False, verbose=0
+    )
     alone.compile(keras.optimizers.SGD(0.05, **settings), "mse")
     alone.fit(x, y, 4, epochs=1, shuffle=False, verbose=0)
     weights = [v.numpy() for v in model.trainable_variables]

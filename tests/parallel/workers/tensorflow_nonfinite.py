@@ -59,8 +59,8 @@ def batches():
 
 def contents(variables):
     """A digest of everything but what counts and the scale, which are to change."""
-    told = ("dynamic_scale", "step_counter", "skipped", "bytes_")
-    kept = [v for v in variables if not any(name in v.name for name in told)]
+    shown = ("dynamic_scale", "step_counter", "skipped", "bytes_")
+    kept = [v for v in variables if not any(name in v.name for name in shown)]
     return digest([plain_variable(v).numpy() for v in kept])
 
 

@@ -25,7 +25,7 @@ class Recording(hvd.VarianceCompressor):
 
 
 def by_tape(passes, known):
-    w, found = tf.Variable(loss_weights()), []
+    w, results = tf.Variable(loss_weights()), []
     shapes = [tf.TensorSpec((BATCH if known else None, n), tf.float32) for n in (10, 6)]
 
     @tf.function(input_signature=shapes)
@@ -36,9 +36,9 @@ def by_tape(passes, known):
         return tape.microbatch_gradients(loss, [w], [x, y], passes)[2]
 
     for x, y in draws():
-        found += [moments(x, y)[0].numpy()]
-    assert all((q >= 0).all() for q in found)
-    return share_of_truth(np.stack(found))
+        results += [moments(x, y)[0].numpy()]
+    assert all((q >= 0).all() for q in results)
+    return share_of_truth(np.stack(results))
 
 
 def by_keras(passes, known):
@@ -54,7 +54,7 @@ def by_keras(passes, known):
             average_aggregated_gradients=True,
             batch_size=BATCH if known else None,
         ),
-        lambda y, found: tf.reduce_sum(tf.square(found - y), -1),
+        lambda y, predicted: tf.reduce_sum(tf.square(predicted - y), -1),
     )
     x, y = (np.concatenate(part) for part in zip(*draws()))
     RECORDED.clear()

@@ -85,9 +85,9 @@ def main(folder: str, kind: str, steps: str, settings: str = "") -> None:
     x = random.standard_normal((samples, 8, 8, 1)).astype(np.float32)
     y = random.integers(0, 10, samples)
     result = {}
-    own = methods_by(kind, hvd.size())
+    methods_here = methods_by(kind, hvd.size())
     outside = OUTSIDE + ONE_OF_TODAY + ROUNDED[::2] + CODED + PRODUCTS + ROBUST + BALANCED[1::2]
-    for compressor in outside if settings == "outside" else own:
+    for compressor in outside if settings == "outside" else methods_here:
         model = network()
         if kind == "fit":
             stats, logs = fit(model, compressor, x, y)

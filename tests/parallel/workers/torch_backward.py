@@ -94,8 +94,8 @@ def train(case, compression=None, steps=STEPS):
         case.backward(model, batch(hvd.rank(), step), hvd.rank(), step)
         seen = [torch.zeros(1) if p.grad is None else p.grad for p in model.parameters()]
         if case.backward is not none_on_one:  # the others would wait for it there
-            mine = digest(arrays(seen))
-            same = same and len(set(hvd.allgather_object(mine))) == 1
+            digest_here = digest(arrays(seen))
+            same = same and len(set(hvd.allgather_object(digest_here))) == 1
         case.between(model, step)
         optimizer.step()
         mean_gradient(plain, case, step)
@@ -340,8 +340,8 @@ def sparse_here_dense_there():
     def loss(table, last, step, rank):
         sparse = (step + rank) % 3 == 0
         rows = torch.tensor([step % 6, rank, 2], device=here())
-        found = nn.functional.embedding(rows, table, sparse=sparse)
-        return (found * last + rows[:, None]).square().sum()
+        rows_ = nn.functional.embedding(rows, table, sparse=sparse)
+        return (rows_ * last + rows[:, None]).square().sum()
 
     for step in range(6):
         optimizer.zero_grad()
@@ -663,7 +663,7 @@ def clipped(compressor):
 
 def refused():
     """What cannot be honoured is an error on all ranks, and the next step is sound."""
-    found = {}
+    results = {}
 
     def again(case, **options):
         def run():
@@ -730,7 +730,7 @@ def refused():
     def higher(model, optimizer):
         model(batch(hvd.rank(), 0)).backward(create_graph=True)
 
-    found = errors_of(
+    results = errors_of(
         {
             "too early": again(too_early, backward_passes_per_step=4),
             "in time": again(in_time, backward_passes_per_step=4),
@@ -740,13 +740,13 @@ def refused():
             "out of step": again(behind),
         }
     )
-    found |= errors_of(
+    results |= errors_of(
         {
             "higher": lambda: higher(*_made()),
             "in a hook": lambda: stepped_in_a_hook(*_made()),
         }
     )
-    return found
+    return results
 
 
 def _made():

@@ -55,17 +55,17 @@ def buckets(optimizer):
 
 def residuals(optimizer):
     """What this rank keeps back, of each bucket that keeps anything."""
-    found = (residual_of(b.compressor, b.state) for b in buckets(optimizer))
-    return [r for r in found if r is not None]
+    residuals = (residual_of(b.compressor, b.state) for b in buckets(optimizer))
+    return [r for r in residuals if r is not None]
 
 
 def replicated(optimizer):
-    found = [reducer.steps for reducer in reducers(optimizer)]
+    steps = [reducer.steps for reducer in reducers(optimizer)]
     for bucket in buckets(optimizer):
         for path, x in leaves(bucket.state):
             if is_replicated(bucket.compressor, path):
-                found.append(x.cpu().numpy())
-    return found
+                steps.append(x.cpu().numpy())
+    return steps
 
 
 def main(folder: str) -> None:

@@ -135,11 +135,11 @@ def beside_a_sparse_method() -> float:
         model(torch.randn(8, 16)).square().sum().backward()
         optimizer.step()
         got = got + model.third.weight.grad.double()
-    given, engine = sum(contributions), optimizer._gradcomp
+    total, engine = sum(contributions), optimizer._gradcomp
     bucket, slot = engine.planner.places[model.third.weight]
     kept = bucket.cut(residual_of(bucket.compressor, bucket.state))[slot].double()
-    lost = hvd.allreduce(given - got - kept, name="lost")
-    return float(lost.abs().max() / given.abs().max())
+    lost = hvd.allreduce(total - got - kept, name="lost")
+    return float(lost.abs().max() / total.abs().max())
 
 
 def main(folder: str, steps: int, fusion: str) -> None:

@@ -110,9 +110,9 @@ def consolidated(folder):
     hvd.save_checkpoint(where, mode="consolidated", optimizer=optimizer, model=model)
     model, optimizer = local(hvd.SparseGDCompressor(density=0.1))
     hvd.load_checkpoint(where, optimizer=optimizer, model=model)
-    found = weights(model)
+    before = weights(model)
     train(model, optimizer, 2, EVERY + 1)
-    return shared, found, weights(model)
+    return shared, before, weights(model)
 
 
 def handed_out():

@@ -88,20 +88,20 @@ def transformer():
 def step():
     """What the compressor is given for these layers is the square of the gradient."""
     model, tracker, optimizer = made(Experts, "step")
-    given = {}
+    moments = {}
     bucket, slot = optimizer._gradcomp.planner.places[model.memory.weight_hh_l0]
     start = optimizer._gradcomp._launch
 
     def watched(bucket_):
         if bucket_ is bucket:
-            given["moment"] = bucket.moment_views[slot].clone()
-            given["gradient"] = bucket.views[slot].clone()
+            moments["moment"] = bucket.moment_views[slot].clone()
+            moments["gradient"] = bucket.views[slot].clone()
         start(bucket_)
 
     optimizer._gradcomp._launch = watched
     train(model, optimizer)
-    assert given["gradient"].any()
-    assert torch.equal(given["moment"], given["gradient"] ** 2)
+    assert moments["gradient"].any()
+    assert torch.equal(moments["moment"], moments["gradient"] ** 2)
     assert "of the step: its dropout" in hvd.describe(optimizer)
     tracker.remove()
     return model
@@ -118,8 +118,8 @@ def dense():
     torch.set_rng_state(state)
     loss_of(model, tokens).backward()
     optimizer.synchronize()
-    for p, own in zip(model.memory.parameters(), gradients):
-        mean = torch.stack(hvd.allgather_object(own)).mean(0)
+    for p, gradient_here in zip(model.memory.parameters(), gradients):
+        mean = torch.stack(hvd.allgather_object(gradient_here)).mean(0)
         assert torch.allclose(p.grad, mean, atol=1e-7)
     with optimizer.skip_synchronize():
         optimizer.step()

@@ -25,8 +25,8 @@ def train(optimizer, model, steps, scale=1.0):
     for _ in range(steps):
         x = torch.randn(2 * hvd.size(), 12, generator=generator)
         y = torch.randn(2 * hvd.size(), 4, generator=generator)
-        mine = slice(2 * hvd.rank(), 2 * hvd.rank() + 2) if optimizer is not None else slice(None)
-        yield scale * nn.functional.mse_loss(model(x[mine]), y[mine])
+        span = slice(2 * hvd.rank(), 2 * hvd.rank() + 2) if optimizer is not None else slice(None)
+        yield scale * nn.functional.mse_loss(model(x[span]), y[span])
 
 
 def pair(**settings):

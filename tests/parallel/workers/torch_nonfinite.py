@@ -70,8 +70,8 @@ def train(compressor, steps, disturbed):
         if disturbed and dice.random() < 0.1:
             injected += 1
             culprit, where = dice.randrange(hvd.size()), dice.randrange(4)
-            mine = hvd.rank() == culprit
-            step(overflow(model, other, where) if mine else loss_of(model, other), number % 2)
+            is_culprit = hvd.rank() == culprit
+            step(overflow(model, other, where) if is_culprit else loss_of(model, other), number % 2)
         step(loss_of(model, generator), number % 2)
     stats = hvd.compression_stats(optimizer)
     assert (stats.skipped, stats.steps) == (injected, steps), (compressor, disturbed, stats)

@@ -58,7 +58,7 @@ def fewer():
         compression=Recording(moments="microbatch"),
         backward_passes_per_step=4,
     )
-    found = []
+    results = []
     for passes in (4, 1):
         RECORDED.clear()
         optimizer.zero_grad()
@@ -71,8 +71,8 @@ def fewer():
         layouts = {name: b.layout for b in optimizer._gradcomp.buckets for name in b.layout.names}
         (moment,), layout = RECORDED, layouts["used"]
         starts = [layout.offsets[layout.names.index(name)] for name in ("used", "rare")]
-        found.append([float(moment[start]) for start in starts])
-    return found
+        results.append([float(moment[start]) for start in starts])
+    return results
 
 
 def main(folder: str) -> None:

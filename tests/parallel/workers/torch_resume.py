@@ -109,7 +109,7 @@ def resumed(compressor, stops, steps, root=0):
     for first, last in zip((0, *stops), (*stops, steps)):
         train(*whole, first, last)
         data[last] = saved(*whole)
-    found = {}
+    results = {}
     for stop in stops:
         model, optimizer = build(compressor, seed=2 + hvd.rank())
         if hvd.rank() == root:
@@ -120,8 +120,8 @@ def resumed(compressor, stops, steps, root=0):
         hvd.verify(optimizer)
         stats = hvd.compression_stats(optimizer)
         assert stats.steps == steps and stats.element_ratio < 1e4
-        found[f"{stop} {compressor!r}"] = [[of_parameters(whole[0]), of_parameters(model)], state]
-    return found
+        results[f"{stop} {compressor!r}"] = [[of_parameters(whole[0]), of_parameters(model)], state]
+    return results
 
 
 class Watched(logging.Handler):
@@ -146,8 +146,8 @@ def kept(optimizer):
     """What this rank keeps back, and the sum over ranks."""
     pieces = []
     for bucket in optimizer._gradcomp.buckets:
-        own = residual_of(bucket.compressor, bucket.state)
-        pieces += [] if own is None else [x.reshape(-1).double() for x in bucket.cut(own)]
+        residual = residual_of(bucket.compressor, bucket.state)
+        pieces += [] if residual is None else [x.reshape(-1).double() for x in bucket.cut(residual)]
     flat = torch.cat(pieces)
     return flat, hvd.allreduce(flat, op=hvd.Sum)
 
@@ -190,10 +190,10 @@ def conserved(compressor):
     hvd.broadcast_optimizer_state(optimizer, 0)
     before, whole = kept(optimizer)
     assert bool(before.any()) == (hvd.rank() == 0)
-    given = slide(w, optimizer, 5, 10) + whole - kept(optimizer)[1]
+    total = slide(w, optimizer, 5, 10) + whole - kept(optimizer)[1]
     moved = (start - w.detach()).double() * hvd.size()
-    assert given.norm() > 50
-    return float((moved - given).norm() / given.norm())
+    assert total.norm() > 50
+    return float((moved - total).norm() / total.norm())
 
 
 # -- other ways to start and to resume -------------------------------------------------------------
@@ -245,17 +245,17 @@ def in_the_middle():
     """Where all ranks are at one step, what belongs to each stays there."""
     model, optimizer = build(STROM)
     train(model, optimizer, 0, 3)
-    own, _ = kept(optimizer)
+    residual, _ = kept(optimizer)
     sent = hvd.compression_stats(optimizer).bytes_sent
     with Watched() as lines:
         broadcast(model, optimizer)
-    assert own.any() and torch.equal(own, kept(optimizer)[0]) and not lines
+    assert residual.any() and torch.equal(residual, kept(optimizer)[0]) and not lines
     assert hvd.compression_stats(optimizer).bytes_sent == sent
     train(model, optimizer, 3, 4)
     return of_parameters(model)
 
 
-def said():
+def warned():
     """What is lost is said once, on one rank."""
     whole = build(STROM)
     train(*whole, 0, 3)
@@ -274,8 +274,8 @@ def other_root():
     with Watched() as lines:
         for (_, end), _ in resumed(LGC_SERVER, LEARNED_STOPS, 40, root=1).values():
             ends.append(end)
-    said = [line for line in lines if "learns anew" in line]
-    assert len(said) == len(LEARNED_STOPS) * (hvd.rank() == 1), lines
+    warnings_ = [line for line in lines if "learns anew" in line]
+    assert len(warnings_) == len(LEARNED_STOPS) * (hvd.rank() == 1), lines
     return ends
 
 
@@ -352,8 +352,8 @@ def odd_parameters():
         first["exp_avg_sq"] = first["exp_avg_sq"].float() + 1e-4  # more exact than its parameter
         optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
     hvd.broadcast_optimizer_state(optimizer, 0)
-    held = optimizer.state[model.filters.weight]["exp_avg"]
-    assert held.is_contiguous(memory_format=torch.channels_last)
+    moment = optimizer.state[model.filters.weight]["exp_avg"]
+    assert moment.is_contiguous(memory_format=torch.channels_last)
     assert optimizer.state[model.halves]["exp_avg_sq"].dtype == torch.float32
     tensors = [x for s in optimizer.state.values() for x in s.values()]
     ends.append(digest(x.contiguous().reshape(-1).view(torch.uint8) for x in tensors))
@@ -440,7 +440,7 @@ def main(folder: str, ranks: str) -> None:
             "started": started,
             "loaded before": loaded_before,
             "in the middle": in_the_middle,
-            "said": said,
+            "said": warned,
             "back to the start": back_to_the_start,
             "odd parameters": odd_parameters,
             "other root" if number == 2 else "process set": lambda: (

@@ -50,9 +50,9 @@ def projected() -> list:
     generator = torch.Generator().manual_seed(5)  # the same samples, so the same basis, everywhere
     samples = torch.randn(80, 4, 1, 3, 3, generator=generator)
     fitted = hvd.GradiVeQCompressor(ratio=1, reuse=1).fit([samples])
-    found, plain = train_convolution(fitted), train_convolution(stock.Compression.none)
-    away = max(float((a - b).abs().max()) for a, b in zip(found, plain))
-    return [digest(p.numpy() for p in found), away]
+    weights, plain = train_convolution(fitted), train_convolution(stock.Compression.none)
+    away = max(float((a - b).abs().max()) for a, b in zip(weights, plain))
+    return [digest(p.numpy() for p in weights), away]
 
 
 def main(folder: str) -> None:

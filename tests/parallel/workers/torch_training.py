@@ -55,7 +55,7 @@ def ledger(compressor, bucket_bytes):
         bucket_bytes=bucket_bytes,
     )
     generator = torch.Generator().manual_seed(5 + hvd.rank())
-    given = [torch.zeros_like(p) for p in ps]
+    gradients_ = [torch.zeros_like(p) for p in ps]
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         if step == 3:
@@ -76,14 +76,14 @@ def ledger(compressor, bucket_bytes):
             if not p.requires_grad or unused or (p is late and step < 5):
                 continue
             loss = loss + (p * x).sum()
-            given[place] += x
+            gradients_[place] += x
         loss.backward()
         optimizer.step()
     for place, p in enumerate(ps):
         rate = 0.5 if p is late else 1.0
         arrived = (start[place] - p.detach()) / rate
         waits = mean_over_ranks(layer_residual(optimizer, p))
-        assert (arrived + waits - mean_over_ranks(given[place])).abs().max() < 1e-4, place
+        assert (arrived + waits - mean_over_ranks(gradients_[place])).abs().max() < 1e-4, place
     assert hvd.compression_stats(optimizer).steps == STEPS
     return bits(ps)
 
@@ -190,7 +190,7 @@ ODD = {  # options that no optimizer has by itself
 
 def defaults():
     """The options of a group that joins without any: of the optimizer inside, or of its class."""
-    found = {}
+    results = {}
     kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
     for kind in sorted(set(kinds) - {torch.optim.Optimizer, torch.optim.LBFGS}, key=str):
         named = inspect.signature(kind).parameters
@@ -206,8 +206,8 @@ def defaults():
             optimizer.add_param_group({"params": [late]})
             group = dict(optimizer.param_groups[-1])
             groups.append(str({k: v for k, v in sorted(group.items()) if k != "params"}))
-        found[kind.__name__] = groups
-    return found
+        results[kind.__name__] = groups
+    return results
 
 
 def refused_group():
@@ -218,11 +218,11 @@ def refused_group():
         [("weight", weight)],
         compression=hvd.DGCCompressor(density=0.1),
     )
-    said = errors_of(
+    messages = errors_of(
         {"momentum": lambda: optimizer.add_param_group({"params": [late], "momentum": 0.5})}
     )
-    there = late in optimizer._gradcomp.parameters or late in optimizer._parameter_names
-    return [said["momentum"], len(optimizer.param_groups), there]
+    registered = late in optimizer._gradcomp.parameters or late in optimizer._parameter_names
+    return [messages["momentum"], len(optimizer.param_groups), registered]
 
 
 def errors():

@@ -6,21 +6,54 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hvd_gradcomp.cli import options, style
 from hvd_gradcomp.cli.options import between, figure
 from hvd_gradcomp.core import registry
-from hvd_gradcomp.tuning import advice
-from hvd_gradcomp.tuning.advice import Verdict
+from hvd_gradcomp.tuning import recommend
+from hvd_gradcomp.tuning.recommend import Span, Verdict
 
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 EVERY = (1, 4, 15, 30, 100)  # local steps between two exchanges
 
 
-def text(advised: dict[str, Any], verdict: Verdict) -> str:
-    """Format the whole output; `advised` is the content for JSON."""
-    rows, measured = advised["rows"], advised["median_error"] is not None
+class Row(NamedTuple):
+    """Figures of one method, as the tables and JSON have them; times in milliseconds.
+
+    Attributes:
+        method: its name.
+        element_ratio, byte_ratio: of the gradient, divided by those sent; None where nothing is
+            sent.
+        predicted_ms, measured_ms: time of an exchange; None if it was not measured.
+        error: of the prediction, as a share of the measured time; None without that.
+        exchange_span_ms: time of an exchange, with its bounds.
+        step_ms, step_span_ms: time of a step, and with its bounds.
+        faster: speedup of a step over dense gradients.
+        local_ms: mean time of a step with local steps, by their number.
+        pays_below, pays_below_span: bits per second below which it saves time; None if dense.
+        hosts: predicted speedup of a step, by number of hosts.
+    """
+
+    method: str
+    element_ratio: float | None
+    byte_ratio: float
+    predicted_ms: float
+    measured_ms: float | None
+    error: float | None
+    exchange_span_ms: Span
+    step_ms: float
+    step_span_ms: Span
+    faster: Span
+    local_ms: dict[int, float]
+    pays_below: float | None
+    pays_below_span: Span | None
+    hosts: dict[int, float]
+
+
+def text(advised: dict[str, Any], rows: Sequence[Row], verdict: Verdict) -> str:
+    """Format the whole output; `advised` is the rest of the content for JSON."""
+    measured = advised["median_error"] is not None
     here = advised["link"]["ranks"]
     beyond = advised["for_hosts"] not in (None, here)
     parts = [
@@ -38,26 +71,26 @@ def text(advised: dict[str, Any], verdict: Verdict) -> str:
     if advised["probes"]:
         parts.append(options.wrapped(probes(advised["probes"])))
     parts.append(table(rows, measured and not beyond))
-    parts += options.moments_used([row["way"] for row in rows], advised["moments"])
+    parts += options.moments_used([row.method for row in rows], advised["moments"])
     parts.append(hosts(rows[1:]))
     parts.append(options.wrapped(by_hosts(rows)))
     parts.append(local_steps(rows))
     if measured:
         parts.append(f"median error of the model: {advised['median_error']:.0%}")
-    told = said(verdict, rows[0], advised["bandwidth"], beyond)
+    answer = recommendation(verdict, rows[0], advised["bandwidth"], beyond)
     if verdict.faster is not None:
-        told += (
+        answer += (
             f" Faster yet is {_written(verdict.faster.name)}, "
             f"{_span([1e3 * x for x in verdict.faster.step], 'ms')}; with "
             f"{advised['optimizer']}, methods that send few elements trained transformers worse: "
             "compare first."
         )
     if advised["takes_over"]:
-        told += (
+        answer += (
             " It takes the momentum of SGD over; if yours is another optimizer, say so "
             "(--optimizer)."
         )
-    parts.append(options.wrapped(told))
+    parts.append(options.wrapped(answer))
     if advised["local_steps"]:
         parts.append(options.wrapped(recommended_local_steps(advised["local_steps"])))
     return "\n\n".join(parts)
@@ -75,69 +108,71 @@ def recommended_local_steps(choice: dict[str, Any]) -> str:
     )
 
 
-def probes(found: dict[str, Any]) -> str:
+def probes(readings: dict[str, Any]) -> str:
     """Describe the probes' findings about the gradients."""
-    told = (
+    text = (
         "gradients, by probes: an element has {entropy:.1f} bits (entropy of a histogram of 32 "
         "bins); would send: Variance(alpha=2) {density_variance:.2%}, EGC {density_egc:.2%}, DGC "
-        "{density_dgc:.2%}".format(**found)
+        "{density_dgc:.2%}".format(**readings)
     )
-    if found["mutual_information"] is not None:
-        told += (
+    if readings["mutual_information"] is not None:
+        text += (
             ". Ranks 0 and 1 share {mutual_information:.1f} bits: so much does an element of one "
             "rank's gradient tell of the same element of the other's; {chance:.1f} bits are shared "
-            "by chance, with elements that do not belong together".format(**found)
+            "by chance, with elements that do not belong together".format(**readings)
         )
-        if found["mutual_information"] > 0.95 * found["entropy"]:
-            told += ". That is all there is: do your ranks draw the same batches?"
-    return told
+        if readings["mutual_information"] > 0.95 * readings["entropy"]:
+            text += ". That is all there is: do your ranks draw the same batches?"
+    return text
 
 
-def by_hosts(rows: Sequence[dict[str, Any]]) -> str:
-    """Name the fastest way for each number of hosts, among those that send anything.
+def by_hosts(rows: Sequence[Row]) -> str:
+    """Name the fastest method for each number of hosts, among those that send anything.
 
-    >>> dense = {"way": "dense", "element_ratio": 1.0, "hosts": dict.fromkeys(HOSTS, 1.0)}
-    >>> dgc = {"way": "DGC()", "element_ratio": 960.0, "hosts": {n: 64 / n for n in HOSTS}}
+    >>> times = Span(1.0, 1.0, 1.0)
+    >>> rest = (1.0, None, None, times, 1.0, times, times, {}, None, None)
+    >>> dense = Row("dense", 1.0, 1.0, *rest, dict.fromkeys(HOSTS, 1.0))
+    >>> dgc = Row("DGC()", 960.0, 960.0, *rest, {n: 64 / n for n in HOSTS})
     >>> by_hosts([dense, dgc])
     'fastest by hosts: DGC() 2-32, dense 64-1024'
     """
-    sending = [row for row in rows if row["element_ratio"]]
-    fastest = {n: max(sending, key=lambda row: row["hosts"][n])["way"] for n in HOSTS}
-    fastest = {n: "dense" if way == rows[0]["way"] else way for n, way in fastest.items()}
+    sending = [row for row in rows if row.element_ratio]
+    fastest = {n: max(sending, key=lambda row: row.hosts[n]).method for n in HOSTS}
+    fastest = {n: "dense" if name == rows[0].method else name for n, name in fastest.items()}
     runs: list[tuple[str, list[int]]] = []
-    for n, way in fastest.items():
-        if not runs or runs[-1][0] != way:
-            runs.append((way, []))
+    for n, method in fastest.items():
+        if not runs or runs[-1][0] != method:
+            runs.append((method, []))
         runs[-1][1].append(n)
-    told = (f"{way} {ns[0]}" + (f"-{ns[-1]}" if len(ns) > 1 else "") for way, ns in runs)
-    return f"fastest by hosts: {', '.join(told)}"
+    spans = (f"{name} {ns[0]}" + (f"-{ns[-1]}" if len(ns) > 1 else "") for name, ns in runs)
+    return f"fastest by hosts: {', '.join(spans)}"
 
 
-def table(rows: Sequence[dict[str, Any]], measured: bool) -> str:
-    """Format the times of each way, the dense one first."""
-    head = ["way", "elem-\nents", "bytes", "model\nms"]
+def table(rows: Sequence[Row], measured: bool) -> str:
+    """Format the times of each method, the dense one first."""
+    head = ["method", "elem-\nents", "bytes", "model\nms"]
     head += ["took\nms"] if measured else []
     head += ["step\nms", "faster", "pays\nbelow"]
 
-    def cells(row: dict[str, Any]) -> tuple[str, ...]:
-        low, _, high = row["exchange_span_ms"]
-        least, _, most = row["faster"]
-        below = row["pays_below"]
+    def cells(row: Row) -> tuple[str, ...]:
+        low, _, high = row.exchange_span_ms
+        least, _, greatest = row.faster
+        below = row.pays_below
         return (
-            row["way"],
-            figure(row["element_ratio"]) if row["element_ratio"] else "none",
-            figure(row["byte_ratio"]),
-            figure(row["predicted_ms"]),
+            row.method,
+            figure(row.element_ratio) if row.element_ratio else "none",
+            figure(row.byte_ratio),
+            figure(row.predicted_ms),
             *((between(low, high),) if measured else ()),
-            figure(row["step_ms"]),
-            between(least, most),
+            figure(row.step_ms),
+            between(least, greatest),
             "" if below is None else _rate(below).replace("b/s", "").replace(" ", ""),
         )
 
     return options.table(head, map(cells, rows))
 
 
-def hosts(rows: Sequence[dict[str, Any]]) -> str:
+def hosts(rows: Sequence[Row]) -> str:
     """Format the speedup by numbers of hosts, four characters wide each."""
 
     def cell(times: float) -> str:
@@ -146,12 +181,10 @@ def hosts(rows: Sequence[dict[str, Any]]) -> str:
         return f"{times:.0f}" if times >= 9.995 else f"{times:.2f}"
 
     head = ("faster on hosts:", *map(str, HOSTS))
-    return options.table(
-        head, [(row["way"], *(cell(row["hosts"][n]) for n in HOSTS)) for row in rows]
-    )
+    return options.table(head, [(row.method, *(cell(row.hosts[n]) for n in HOSTS)) for row in rows])
 
 
-def local_steps(rows: Sequence[dict[str, Any]]) -> str:
+def local_steps(rows: Sequence[Row]) -> str:
     """Format the mean time of a step with local steps, by their number.
 
     An exchange that nothing overlaps with, after every so many steps, on top of forward and
@@ -159,14 +192,14 @@ def local_steps(rows: Sequence[dict[str, Any]]) -> str:
     """
     head = ("step, ms, with\nlocal steps:", *map(str, EVERY))
     return options.table(
-        head, [(row["way"], *(figure(row["local_ms"][n]) for n in EVERY)) for row in rows]
+        head, [(row.method, *(figure(row.local_ms[n]) for n in EVERY)) for row in rows]
     )
 
 
-def said(verdict: Verdict, dense: dict[str, Any], bandwidth: float, beyond: bool = False) -> str:
+def recommendation(verdict: Verdict, dense: Row, bandwidth: float, beyond: bool = False) -> str:
     """Return the recommendation; `beyond` is True for more hosts than were measured."""
     best = verdict.best
-    plain = _span(dense["step_span_ms"], "ms")
+    plain = _span(dense.step_span_ms, "ms")
     if best is None:
         return "Use none: there is no compressor to compare with."
     step = _span([1e3 * x for x in best.step], "ms")
@@ -186,10 +219,10 @@ def said(verdict: Verdict, dense: dict[str, Any], bandwidth: float, beyond: bool
             f"has {_rate(bandwidth)}. Whether accuracy holds: hvd-gradcomp compare."
         )
     # More rounds narrow measured times only.
-    more = f"Take more rounds (--rounds {4 * advice.ROUNDS}) while nothing else runs here"
+    more = f"Take more rounds (--rounds {4 * recommend.ROUNDS}) while nothing else runs here"
     if beyond:
         more = "Measure among so many hosts (-np, -H)"
-    elif dense["measured_ms"] is None:
+    elif dense.measured_ms is None:
         more = "Let it measure whole exchanges, on hosts that have this link (-np, -H)"
     return (
         f"Cannot say: with {_written(best.name)} a step takes {step}, without compression {plain}; "
@@ -203,18 +236,18 @@ def _span(values: Sequence[float], unit: str) -> str:
     return f"{between(low, high).replace('-', ' to ')} {unit}"
 
 
-def _written(way: str) -> str:
-    """Format a way as Python code.
+def _written(method: str) -> str:
+    """Format a method as Python code.
 
     >>> _written("after(5, DGC(density=0.1), None)")
     'after(5, DGCCompressor(density=0.1), None)'
     """
 
-    def name(found: re.Match[str]) -> str:
-        whole = f"{found[1]}Compressor"
-        return f"{whole if whole in registry.known() else found[1]}("
+    def name(match: re.Match[str]) -> str:
+        class_name = f"{match[1]}Compressor"
+        return f"{class_name if class_name in registry.known() else match[1]}("
 
-    return re.sub(r"\b([A-Z]\w*)\(", name, way)
+    return re.sub(r"\b([A-Z]\w*)\(", name, method)
 
 
 def _rate(bits_per_second: float) -> str:
@@ -229,14 +262,12 @@ def _rate(bits_per_second: float) -> str:
     return f"{bits_per_second / 1e3:.3g} kb/s"
 
 
-def draw(path: Path, advised: dict[str, Any]) -> None:
-    """Plot the speedup by number of hosts, a line for each way."""
-    rows = advised["rows"][1:]
+def draw(path: Path, advised: dict[str, Any], rows: Sequence[Row]) -> None:
+    """Plot the speedup by number of hosts, a line for each method but the dense one."""
+    rows = rows[1:]
     with options.drawing(path, 9, 5) as axes:
         for row, line in zip(rows, style.lines(len(rows))):
-            axes.plot(
-                HOSTS, [row["hosts"][n] for n in HOSTS], markersize=4, label=row["way"], **line
-            )
+            axes.plot(HOSTS, [row.hosts[n] for n in HOSTS], markersize=4, label=row.method, **line)
         axes.axhline(1, color=style.INK, linewidth=1)
         axes.set(
             xscale="log", yscale="log", xlabel="hosts", ylabel="times faster than dense, a step"

@@ -1,7 +1,7 @@
 """Local steps beside a slow rank, or ranks that pause: with a deadline, and without.
 
-    python -m benchmarks.stragglers
-    python -m benchmarks.stragglers --json docs/measured/stragglers.json
+    python -m benchmarks.archive.stragglers
+    python -m benchmarks.archive.stragglers --json docs/measured/stragglers.json
 
 Four processes of this machine train a perceptron of 26,122 parameters on 1,200 of scikit-learn's
 digits, `torch.distributed` over gloo, `ddp.LocalSteps(every=10)` with averaging in 8 bits. A step
@@ -106,13 +106,15 @@ def as_rank(rank: int, folder: str, seconds: float) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.stragglers", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.archive.stragglers", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each training")
     parser.add_argument("--json", type=Path, help="where the rows go")
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(as_rank, (folder, given.seconds), RANKS)
+        torch.multiprocessing.spawn(as_rank, (folder, options.seconds), RANKS)
         rows = json.loads(Path(folder, "rows.json").read_text())
     print("| case | deadline | steps / s | exchanges | s to the target | loss at the end |")
     print("|---|--:|--:|--:|--:|--:|")
@@ -123,8 +125,8 @@ def main() -> int:
             f"| {row['case']} | {by} | {row['steps_a_second']:.0f} | {row['rounds']} | {target} | "
             f"{row['loss']:.3f} |"
         )
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
 
 

@@ -139,9 +139,12 @@ def estimate(case: Case, dense: Case, bandwidth: float) -> Estimate:
     """Compare a method with dense gradients, on a link of `bandwidth` bits per second."""
     step, base = step_of(case), step_of(dense)
 
-    def below(mine: float, other: float) -> float:
-        way, without = _on_links(case, mine, bandwidth), _on_links(dense, other, bandwidth)
-        return break_even(lambda there: without(there) - way(there))
+    def below(step_time: float, other: float) -> float:
+        compressed, without = (
+            _on_links(case, step_time, bandwidth),
+            _on_links(dense, other, bandwidth),
+        )
+        return break_even(lambda speed: without(speed) - compressed(speed))
 
     return Estimate(
         case.name,
@@ -161,33 +164,33 @@ def _on_links(case: Case, step: float, here: float) -> Callable[[float], float]:
     predicted = case.step_at(here)
     added = predicted - case.compute
     if case.measured or added <= 0:
-        return lambda there: step + case.step_at(there) - predicted
+        return lambda other: step + case.step_at(other) - predicted
     share = (step - case.compute) / added
-    return lambda there: case.compute + share * (case.step_at(there) - case.compute)
+    return lambda other: case.compute + share * (case.step_at(other) - case.compute)
 
 
-def decide(ways: Sequence[Estimate], bandwidth: float, first: Collection[str] = ()) -> Verdict:
+def decide(methods: Sequence[Estimate], bandwidth: float, first: Collection[str] = ()) -> Verdict:
     """Decide whether to compress, and by which method.
 
     Args:
-        ways: estimates of all methods that compress.
+        methods: estimates of all methods that compress.
         bandwidth: of the link, in bits per second.
         first: names of methods to prefer over faster ones, if they pay off.
     """
-    if not ways:
+    if not methods:
         return Verdict("none", None)
-    sure = [way for way in ways if pays(way, bandwidth)]
+    sure = [method for method in methods if pays(method, bandwidth)]
     if sure:
-        fastest = min(sure, key=lambda way: way.step.middle)
-        ahead = [way for way in sure if way.name in first] or [fastest]
-        best = min(ahead, key=lambda way: way.step.middle)
+        fastest = min(sure, key=lambda method: method.step.middle)
+        ahead = [method for method in sure if method.name in first] or [fastest]
+        best = min(ahead, key=lambda method: method.step.middle)
         return Verdict("use", best, None if fastest is best else fastest)
-    best = max(ways, key=lambda way: way.faster.middle)
-    if all(way.faster.high * WORTH <= 1 for way in ways):
+    best = max(methods, key=lambda method: method.faster.middle)
+    if all(method.faster.high * WORTH <= 1 for method in methods):
         return Verdict("none", best)
-    return Verdict("cannot say", max(ways, key=lambda way: way.faster.high))
+    return Verdict("cannot say", max(methods, key=lambda method: method.faster.high))
 
 
-def pays(way: Estimate, bandwidth: float) -> bool:
+def pays(method: Estimate, bandwidth: float) -> bool:
     """Return True if it saves a tenth of a step in the worst case, and pays off on this link."""
-    return way.faster.low * WORTH >= 1 and bandwidth < way.pays_below.low
+    return method.faster.low * WORTH >= 1 and bandwidth < method.pays_below.low

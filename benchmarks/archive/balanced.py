@@ -1,7 +1,7 @@
 """Training by allgather and by owners: the loss, and the bytes that a rank receives on the way.
 
-    python -m benchmarks.balanced
-    python -m benchmarks.balanced --ranks 16 --optimizers Adam --json balanced.json
+    python -m benchmarks.archive.balanced
+    python -m benchmarks.archive.balanced --ranks 16 --optimizers Adam --json balanced.json
 
 Ranks of one process in lockstep (`testing.World`) train a perceptron of 85,002 parameters on 1,200
 of scikit-learn's digits, with 16 of them a step on each rank. Printed are the loss on the other
@@ -51,7 +51,7 @@ INNER: tuple[Compressor, ...] = (
 WAYS: tuple[Compressor, ...] = (
     NoneCompressor(),
     OkTopKCompressor(density=0.01),
-    *(way for one in INNER for way in (one, balanced(one, "two_shot"))),
+    *(method for one in INNER for method in (one, balanced(one, "two_shot"))),
     balanced(SparseGDCompressor(density=0.03), "two_shot"),
 )
 
@@ -82,8 +82,8 @@ def trained(compressor: Compressor, ranks: int, optimizer: str, seed: int) -> tu
         gradients = []
         for _ in range(ranks):
             chosen = torch.randint(0, SEEN, (BATCH,), generator=generator)
-            own = torch.autograd.grad(cross_entropy(model(x[chosen]), y[chosen]), parameters)
-            gradients.append(world.flat(list(own)))
+            of_rank = torch.autograd.grad(cross_entropy(model(x[chosen]), y[chosen]), parameters)
+            gradients.append(world.flat(list(of_rank)))
         mean = world.step(gradients)[0]
         moved.append(received(world))
         for p, start, size in zip(parameters, layout.offsets, layout.sizes):
@@ -95,29 +95,31 @@ def trained(compressor: Compressor, ranks: int, optimizer: str, seed: int) -> tu
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.balanced", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.archive.balanced", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32])
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=[*OPTIMIZERS])
     parser.add_argument("--json", type=Path, help="where the rows go")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    cells = [(ranks, optimizer) for ranks in given.ranks for optimizer in given.optimizers]
+    cells = [(ranks, optimizer) for ranks in options.ranks for optimizer in options.optimizers]
     heads = [f"{optimizer}, {ranks} ranks" for ranks, optimizer in cells]
-    print(f"| way | {' | '.join(heads)} |\n|---|{'--:|' * len(heads)}")
+    print(f"| method | {' | '.join(heads)} |\n|---|{'--:|' * len(heads)}")
     rows: list[dict[str, Any]] = []
-    for way in WAYS:
+    for method in WAYS:
         shown = []
         for ranks, optimizer in cells:
-            runs = [trained(way, ranks, optimizer, seed) for seed in SEEDS]
+            runs = [trained(method, ranks, optimizer, seed) for seed in SEEDS]
             loss, moved = (statistics.mean(numbers) for numbers in zip(*runs))
             ratio = volume("allreduce", 4.0 * 85_002, ranks) / moved
-            row = {"way": str(way), "ranks": ranks, "optimizer": optimizer}
+            row = {"method": str(method), "ranks": ranks, "optimizer": optimizer}
             rows.append({**row, "losses": [run[0] for run in runs], "bytes": moved})
             shown.append(f"{loss:.3f}, {ratio:.3g}")
-        print(f"| `{way}` | {' | '.join(shown)} |", flush=True)
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+        print(f"| `{method}` | {' | '.join(shown)} |", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ def local_places(
         ValueError: all are local.
     """
     places = {id(plain_variable(v)): place for place, v in enumerate(variables)}
-    found = {places.get(id(plain_variable(v))) for find in find_local for v in find()}
-    local = frozenset(place for place in found if place is not None)
+    indices = {places.get(id(plain_variable(v))) for find in find_local for v in find()}
+    local = frozenset(place for place in indices if place is not None)
     local |= known
     for place in local:
         keep_own(plain_variable(variables[place]))

@@ -1,7 +1,7 @@
 """Goodput of local steps while ranks are killed and started again.
 
-    python -m benchmarks.churn --ranks 4 --minutes 5 --every 60 --json docs/measured/churn.json
-    python -m benchmarks.churn --over horovod --json docs/measured/churn-horovod.json
+    python -m benchmarks.archive.churn --ranks 4 --minutes 5 --json docs/measured/churn.json
+    python -m benchmarks.archive.churn --over horovod --json docs/measured/churn-horovod.json
 
 Over `torch.distributed` (`ddp.Elastic`), or on Horovod's elastic, whose driver starts the new
 process on a host that it has not seen: one more name of this machine. There all ranks commit after
@@ -232,8 +232,8 @@ class HorovodRanks:
             words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except OSError:  # it has ended
             return ""
-        told = dict(word.decode().partition("=")[::2] for word in words if b"=" in word)
-        return told.get("HOROVOD_HOSTNAME", "")
+        environment = dict(word.decode().partition("=")[::2] for word in words if b"=" in word)
+        return environment.get("HOROVOD_HOSTNAME", "")
 
     def ended(self) -> list[int]:
         """Return the driver's code, if it has ended by itself."""
@@ -253,7 +253,15 @@ def measured(
     """Train for a while; kill one rank every so many seconds, if that is not 0."""
     dice = Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "benchmarks.churn", "--worker", folder, "--over", over]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.archive.churn",
+            "--worker",
+            folder,
+            "--over",
+            over,
+        ]
         command += ["--ranks", str(ranks), "--step", str(step_ms)]
         running = FRONTENDS[over](folder, ranks, command)
         kills: list[float] = []
@@ -322,7 +330,7 @@ def main() -> None:
     how = options.step, options.seed
     calm = measured(options.over, options.ranks, 60 * options.minutes, 0, *how)
     churn = measured(options.over, options.ranks, 60 * options.minutes, options.every, *how)
-    found = {
+    result = {
         "over": options.over,
         "ranks": options.ranks,
         "minutes": options.minutes,
@@ -334,10 +342,10 @@ def main() -> None:
         "with_kills": churn,
         "goodput": round(churn["steps"] / calm["steps"], 4),
     }
-    print(json.dumps(found, indent=1))
+    print(json.dumps(result, indent=1))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    sys.exit(0 if found["goodput"] >= 0.85 else 1)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(0 if result["goodput"] >= 0.85 else 1)
 
 
 if __name__ == "__main__":

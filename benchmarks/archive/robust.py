@@ -1,7 +1,7 @@
 """Training beside a rank that lies, by the rule of aggregation: `robust` beside the plain mean.
 
-    python -m benchmarks.robust
-    python -m benchmarks.robust --json robust.json
+    python -m benchmarks.archive.robust
+    python -m benchmarks.archive.robust --json robust.json
 
 Eight ranks of one process in lockstep (`testing.World`) train a perceptron of 2,410 parameters on
 1,200 of scikit-learn's digits by SGD, with 32 of them a step on each rank; the loss is that on the
@@ -63,8 +63,8 @@ def trained(compressor: Compressor, lie: str, steps: int = STEPS) -> float:
         gradients = []
         for rank in range(RANKS):
             chosen = torch.randint(0, SEEN, (BATCH,), generator=generator)
-            own = torch.autograd.grad(cross_entropy(model(x[chosen]), y[chosen]), parameters)
-            gradients.append(world.flat([LIES[lie](g, noise) if rank == 0 else g for g in own]))
+            of_rank = torch.autograd.grad(cross_entropy(model(x[chosen]), y[chosen]), parameters)
+            gradients.append(world.flat([LIES[lie](g, noise) if rank == 0 else g for g in of_rank]))
         mean = world.step(gradients)[0]
         for p, start, size in zip(parameters, layout.offsets, layout.sizes):
             p.grad = mean[start : start + size].view(p.shape)
@@ -74,24 +74,26 @@ def trained(compressor: Compressor, lie: str, steps: int = STEPS) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.robust", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.archive.robust", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--json", type=Path, help="where the losses go")
-    given = parser.parse_args()
-    print(f"| way | {' | '.join(LIES)} |\n|---|{'--:|' * len(LIES)}")
+    options = parser.parse_args()
+    print(f"| method | {' | '.join(LIES)} |\n|---|{'--:|' * len(LIES)}")
     rows: list[dict[str, Any]] = []
-    for way in WAYS:
+    for method in WAYS:
         losses = {}
         for lie in LIES:
             try:
-                losses[lie] = trained(way, lie)
+                losses[lie] = trained(method, lie)
             except ArithmeticError:  # a gradient that is not finite
                 losses[lie] = float("inf")
-        rows.append({"way": str(way), "losses": losses})
+        rows.append({"method": str(method), "losses": losses})
         shown = [f"{x:.3f}" if x < 100 else "diverges" for x in losses.values()]
-        print(f"| `{way}` | {' | '.join(shown)} |", flush=True)
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=1) + "\n")
+        print(f"| `{method}` | {' | '.join(shown)} |", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Predictions of `hvd-gradcomp advise` for more hosts than it has, beside what was measured there.
 
-    python -m benchmarks.extrapolation                         # as root: from 2 and 4 to 4 and 8
-    python -m benchmarks.extrapolation --rate 1gbit --json extrapolation.json
+    python -m benchmarks.archive.extrapolation             # as root: from 2 and 4 to 4 and 8
+    python -m benchmarks.archive.extrapolation --rate 1gbit --json extrapolation.json
 
 Hosts are those of `benchmarks.rig`, a rank on each, Horovod over gloo; the model is the small GPT
 of `make worth`. `advise` runs on 2, 4 and 8 hosts and measures whole exchanges there; on 2 and 4 it
@@ -57,25 +57,25 @@ def advice(hosts: Hosts, ahead: int | None, rounds: int, timeout: float) -> dict
 
 def measured(rate: str, rounds: int, timeout: float) -> Rows:
     """Return a row for each way, and numbers of hosts that were predicted and measured."""
-    found: dict[tuple[int, int], dict[str, Any]] = {}
+    advice_of: dict[tuple[int, int], dict[str, Any]] = {}
     for count in HOSTS:
         with Hosts(count, rate) as hosts:
             for ahead in (n for n in HOSTS if n >= count):
                 beyond = None if ahead == count else ahead
-                found[count, ahead] = advice(hosts, beyond, rounds, timeout)
+                advice_of[count, ahead] = advice(hosts, beyond, rounds, timeout)
                 print(f"{count} hosts, for {ahead}", flush=True)
     rows = []
-    for (count, ahead), said in found.items():
-        took = {row["way"]: row["measured_ms"] for row in found[ahead, ahead]["rows"]}
-        for row in said["rows"]:
-            if took.get(row["way"]) is not None:
+    for (count, ahead), advised in advice_of.items():
+        took = {row["method"]: row["measured_ms"] for row in advice_of[ahead, ahead]["rows"]}
+        for row in advised["rows"]:
+            if took.get(row["method"]) is not None:
                 rows.append(
                     {
                         "from": count,
                         "to": ahead,
-                        "way": row["way"],
+                        "method": row["method"],
                         "predicted_ms": row["predicted_ms"],
-                        "measured_ms": took[row["way"]],
+                        "measured_ms": took[row["method"]],
                     }
                 )
     return rows
@@ -86,13 +86,13 @@ def table(rows: Rows) -> str:
     pairs = list(dict.fromkeys((row["from"], row["to"]) for row in rows))
     heads = " | ".join(f"{a}, measured there" if a == b else f"{a} for {b}" for a, b in pairs)
     lines = [f"| exchange, predicted / measured | {heads} |", "|---|" + "--:|" * len(pairs)]
-    for way in dict.fromkeys(row["way"] for row in rows):
+    for method in dict.fromkeys(row["method"] for row in rows):
         cells = []
         for pair in pairs:
-            (row,) = (r for r in rows if (r["from"], r["to"]) == pair and r["way"] == way)
+            (row,) = (r for r in rows if (r["from"], r["to"]) == pair and r["method"] == method)
             ratio = row["predicted_ms"] / row["measured_ms"]
             cells.append(f"{ratio:.2f} of {row['measured_ms']:.0f} ms")
-        lines.append(f"| `{way}` | {' | '.join(cells)} |")
+        lines.append(f"| `{method}` | {' | '.join(cells)} |")
     errors = [
         statistics.median(
             abs(row["predicted_ms"] / row["measured_ms"] - 1)

@@ -8,8 +8,8 @@ STOCK = "stock"
 
 
 @dataclass(frozen=True)
-class Way:
-    """Way in which the ranks of a training exchange.
+class Method:
+    """How the ranks of a training exchange.
 
     Attributes:
         title: in tables and figures.
@@ -38,7 +38,7 @@ class Training:
         optimizer: "adamw", or "sgd" with momentum 0.9.
         rate: of learning, constant.
         goal: the target is the loss of dense gradients after so many steps.
-        ways: by key; the first is stock Horovod, uncompressed.
+        methods: by key; the first is stock Horovod, uncompressed.
     """
 
     task: str
@@ -46,61 +46,61 @@ class Training:
     optimizer: str
     rate: float
     goal: int
-    ways: dict[str, Way]
+    methods: dict[str, Method]
 
 
 AVERAGE = "outer=OuterSGD(1, 0)"
 COMMON = {
-    STOCK: Way("Horovod, uncompressed", library="horovod"),
-    "ddp": Way("DDP, uncompressed", library="ddp"),
-    "bf16": Way("bfloat16", "BF16Compressor()"),
-    "int8": Way("Int8", "Int8Compressor()"),
-    "qsgd": Way("QSGD, 4 bits", "QSGDCompressor(bits=4)"),
-    "power": Way("PowerSGD, rank 4", "PowerSGDCompressor(rank=4)"),
-    "hook": Way("DDP's powerSGD_hook, rank 4", library="ddp", hook_rank=4, lead=15),
-    "variance": Way(
+    STOCK: Method("Horovod, uncompressed", library="horovod"),
+    "ddp": Method("DDP, uncompressed", library="ddp"),
+    "bf16": Method("bfloat16", "BF16Compressor()"),
+    "int8": Method("Int8", "Int8Compressor()"),
+    "qsgd": Method("QSGD, 4 bits", "QSGDCompressor(bits=4)"),
+    "power": Method("PowerSGD, rank 4", "PowerSGDCompressor(rank=4)"),
+    "hook": Method("DDP's powerSGD_hook, rank 4", library="ddp", hook_rank=4, lead=15),
+    "variance": Method(
         "Variance, alpha 1",
         "VarianceCompressor(alpha=1, capacity='latest', index_coding='elias_fano')",
         lead=60,
     ),
-    "egc": Way("EGC, K 1,024", "EGCCompressor(K=1024, momentum={momentum})"),
-    "chunked": Way("chunked top-k", "ChunkedTopKCompressor()"),
-    "local": Way("LocalSteps, 15", local=f"every=15, {AVERAGE}"),
-    "local-int8": Way("LocalSteps, 15, Int8", "Int8Compressor()", f"every=15, {AVERAGE}"),
-    "local-int8-5": Way("LocalSteps, 5, Int8", "Int8Compressor()", f"every=5, {AVERAGE}"),
-    "denser-5": Way(
+    "egc": Method("EGC, K 1,024", "EGCCompressor(K=1024, momentum={momentum})"),
+    "chunked": Method("chunked top-k", "ChunkedTopKCompressor()"),
+    "local": Method("LocalSteps, 15", local=f"every=15, {AVERAGE}"),
+    "local-int8": Method("LocalSteps, 15, Int8", "Int8Compressor()", f"every=15, {AVERAGE}"),
+    "local-int8-5": Method("LocalSteps, 5, Int8", "Int8Compressor()", f"every=5, {AVERAGE}"),
+    "denser-5": Method(
         "LocalSteps, 5, chunked top-k of 1/8 in 4 bits",
         "ChunkedTopKCompressor(k=512, values='int4', decay=1)",
         f"every=5, {AVERAGE}",
     ),
-    "quarter-5": Way(
+    "quarter-5": Method(
         "LocalSteps, 5, chunked top-k of 1/4 in 4 bits",
         "ChunkedTopKCompressor(k=1024, values='int4', decay=1)",
         f"every=5, {AVERAGE}",
     ),
-    "quarter-10": Way(
+    "quarter-10": Method(
         "LocalSteps, 10, chunked top-k of 1/4 in 4 bits",
         "ChunkedTopKCompressor(k=1024, values='int4', decay=1)",
         f"every=10, {AVERAGE}",
     ),
-    "denser-10": Way(
+    "denser-10": Method(
         "LocalSteps, 10, chunked top-k of 1/8 in 4 bits",
         "ChunkedTopKCompressor(k=512, values='int4', decay=1)",
         f"every=10, {AVERAGE}",
     ),
-    "denser-10-late": Way(
+    "denser-10-late": Method(
         "LocalSteps, 10, chunked top-k of 1/8 in 4 bits, 2 steps late",
         "ChunkedTopKCompressor(k=512, values='int4', decay=1)",
         f"every=10, delay=2, {AVERAGE}",
     ),
-    "denser-5-late": Way(
+    "denser-5-late": Method(
         "LocalSteps, 5, chunked top-k of 1/8 in 4 bits, 1 step late",
         "ChunkedTopKCompressor(k=512, values='int4', decay=1)",
         f"every=5, delay=1, {AVERAGE}",
     ),
-    "sparse-5": Way("SparseLoCo, 5", "ChunkedTopKCompressor()", f"every=5, {AVERAGE}"),
-    "sparse-15": Way("SparseLoCo, 15", "ChunkedTopKCompressor()", f"every=15, {AVERAGE}"),
-    "dgc": Way(
+    "sparse-5": Method("SparseLoCo, 5", "ChunkedTopKCompressor()", f"every=5, {AVERAGE}"),
+    "sparse-15": Method("SparseLoCo, 15", "ChunkedTopKCompressor()", f"every=15, {AVERAGE}"),
+    "dgc": Method(
         "DGC, 0.1 %, warm-up", "after(60, None, DGCCompressor(momentum={momentum}))", lead=65
     ),
 }

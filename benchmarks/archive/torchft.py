@@ -2,7 +2,7 @@
 
     pip install --no-deps torchft==0.2.0
     pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http
-    python -m benchmarks.torchft --steps 300 --every 15
+    python -m benchmarks.archive.torchft --steps 300 --every 15
 
 Trains the small GPT of `make papers` on the King James Bible, once with `ddp.LocalSteps` and once
 with torchft's `DiLoCo` behind its `Manager`, over gloo on CPUs, and prints the loss of both by
@@ -156,23 +156,23 @@ def main() -> None:
     except ImportError as error:
         sys.exit(f"torchft cannot be imported ({error}); see the head of this file")
     how = options.steps, options.every
-    mine = on_ranks("ours", *how, f"tcp://localhost:{free_port()}")
+    ours = on_ranks("ours", *how, f"tcp://localhost:{free_port()}")
     lighthouse = LighthouseServer(bind="localhost:0", min_replicas=RANKS)
     other = on_ranks("torchft", *how, lighthouse.address())
     lighthouse.shutdown()
-    found: dict[str, Any] = {"steps": options.steps, "every": options.every}
-    for name, results in (("ours", mine), ("torchft", other)):
+    result: dict[str, Any] = {"steps": options.steps, "every": options.every}
+    for name, results in (("ours", ours), ("torchft", other)):
         means = [sum(pair) / RANKS for pair in zip(*(r["losses"] for r in results))]
         seconds = max(result["seconds"] for result in results)
-        found[name] = {"losses": means, "seconds": seconds}
+        result[name] = {"losses": means, "seconds": seconds}
         print(f"{name:8} {1e3 * seconds:6.1f} ms a step; loss by round:", end=" ")
         print(*(f"{loss:.3f}" for loss in means))
-    apart = (mine[0]["parameters"] - other[0]["parameters"]).abs().max().item()
-    found["apart"] = apart
-    size = mine[0]["parameters"].abs().max().item()
+    apart = (ours[0]["parameters"] - other[0]["parameters"]).abs().max().item()
+    result["apart"] = apart
+    size = ours[0]["parameters"].abs().max().item()
     print(f"parameters are at most {apart:.2g} apart at the end; the largest is {size:.2g}")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """PyTorch's own PowerSGD hook beside this package's compressors, on two ranks of DDP over gloo.
 
-    python -m benchmarks.powersgd              # two minutes on two cores; starts its ranks itself
-    python -m benchmarks.powersgd --steps 1000 --seeds 5
-    python -m benchmarks.powersgd --time       # a minute: what a step takes, beside the hook
+    python -m benchmarks.archive.powersgd        # two minutes on two cores; starts its ranks itself
+    python -m benchmarks.archive.powersgd --steps 1000 --seeds 5
+    python -m benchmarks.archive.powersgd --time  # a minute: what a step takes, beside the hook
 
 Handwritten digits (scikit-learn's, a fifth held out) on a perceptron of 64-256-256-10, 85,002
 parameters: as many steps of 32 images a rank with each method. Accuracy and loss are medians over
@@ -134,10 +134,10 @@ def train(method: Any, optimizer: str, steps: int, seed: int) -> Trained:
     if isinstance(method, Compressor):
         state = ddp.compress(model, method)
     elif isinstance(method, int):
-        own = powerSGD_hook.PowerSGDState(
+        hook_state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=method, start_powerSGD_iter=WARM_UP
         )
-        model.register_comm_hook(own, powerSGD_hook.powerSGD_hook)
+        model.register_comm_hook(hook_state, powerSGD_hook.powerSGD_hook)
     else:
         model.register_comm_hook(None, getattr(default_hooks, method))
     update = OPTIMIZERS[optimizer](model.parameters())
@@ -163,13 +163,13 @@ def worker(rank: int, port: int, folder: str, steps: int, seeds: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=RANKS)
-    found: dict[str, dict[str, list[Trained]]] = {}
+    results: dict[str, dict[str, list[Trained]]] = {}
     for optimizer in OPTIMIZERS:
         for name, method in methods().items():
             runs = [train(method, optimizer, steps, seed) for seed in range(seeds)]
-            found.setdefault(name, {})[optimizer] = runs
+            results.setdefault(name, {})[optimizer] = runs
     if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
+        Path(folder, "found.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
@@ -228,35 +228,35 @@ def time_steps(rank: int, port: int, folder: str) -> None:
         **{str(one): one for one in (PowerSGDCompressor(rank=RANK), ACPSGDCompressor(rank=RANK))},
         "NoneCompressor()": NoneCompressor(),
     }
-    found = {}
+    times = {}
     for title, make in MODELS.items():
         models = [Timed(make, method) for method in ways.values()]
         turns = [[model.step() for model in models] for _ in range(WARM_UP + TURNS)]
-        found[title] = dict(zip(ways, zip(*turns[WARM_UP:])))
+        times[title] = dict(zip(ways, zip(*turns[WARM_UP:])))
     if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
+        Path(folder, "found.json").write_text(json.dumps(times))
     dist.destroy_process_group()
 
 
-def table_of_times(found: dict[str, list[float]]) -> str:
+def table_of_times(times: dict[str, list[float]]) -> str:
     """Return a line for each way."""
-    theirs = statistics.median(found[f"DDP's powerSGD_hook, rank {RANK}"])
+    theirs = statistics.median(times[f"DDP's powerSGD_hook, rank {RANK}"])
     rows = []
-    for name, seconds in found.items():
+    for name, seconds in times.items():
         middle = statistics.median(seconds)
         spread = f"{1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f}"
         rows.append([name, f"{1e3 * middle:.1f}", spread, f"{middle / theirs:.2f}"])
-    head = ["way", "ms a step, median", "least to most", "of the hook's"]
+    head = ["method", "ms a step, median", "least to most", "of the hook's"]
     return tabulate(rows, head, tablefmt="github", disable_numparse=True)
 
 
-def table(found: dict[str, dict[str, list[list[float]]]]) -> str:
+def table(results: dict[str, dict[str, list[list[float]]]]) -> str:
     """A line for each method."""
     head = ["method", "bytes a step", "times fewer"]
     head += [f"{what}, {name}" for name in OPTIMIZERS for what in ("accuracy, %", "loss")]
     rows = []
-    dense = statistics.median(run[2] for run in found["none"]["Adam"])
-    for name, by_optimizer in found.items():
+    dense = statistics.median(run[2] for run in results["none"]["Adam"])
+    for name, by_optimizer in results.items():
         moved = [statistics.median(run[2] for run in runs) for runs in by_optimizer.values()]
         low, high = min(moved), max(moved)
         row = [name, _between(f"{low:,.0f}", f"{high:,.0f}")]
@@ -291,11 +291,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if options.time:
             multiprocessing.spawn(time_steps, (free_port(), folder), nprocs=RANKS)
-            for title, found in json.loads(Path(folder, "found.json").read_text()).items():
-                print(f"{title}\n\n{table_of_times(found)}\n")
+            for title, times in json.loads(Path(folder, "found.json").read_text()).items():
+                print(f"{title}\n\n{table_of_times(times)}\n")
             return
-        given = (free_port(), folder, options.steps, options.seeds)
-        multiprocessing.spawn(worker, given, nprocs=RANKS)
+        arguments = (free_port(), folder, options.steps, options.seeds)
+        multiprocessing.spawn(worker, arguments, nprocs=RANKS)
         print(table(json.loads(Path(folder, "found.json").read_text())))
 
 
