@@ -81,9 +81,9 @@ def broadcast_variables(
             anew.append(reducer)
         if others and reducer.planner.keeps_local and horovod.rank() == root_rank:
             LOGGER.warning(
-                "all ranks go on from step %d of rank %d, with what all have in common. What a "
-                "rank had kept back is rank %d's alone: rank%s %s begin%s with nothing. "
-                "hvd.save_checkpoint and hvd.load_checkpoint keep it, on all ranks",
+                "all ranks continue from step %d of rank %d, with what all have in common. Only "
+                "rank %d has its residual again: rank%s %s begin%s with an empty one. "
+                "hvd.save_checkpoint and hvd.load_checkpoint keep those of all ranks",
                 step,
                 root_rank,
                 root_rank,

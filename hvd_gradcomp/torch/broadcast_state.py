@@ -174,7 +174,7 @@ def _report(
 ) -> None:
     """Log lost state, if any; called on the root."""
     for one in anew:
-        LOGGER.warning("%s learns anew: no rank that goes on has what it had learned", one)
+        LOGGER.warning("%s learns anew: no remaining rank has its learned state", one)
     if emptied:
         LOGGER.warning(
             "each rank goes on from step %d of rank %d. What the compressor keeps on a rank alone "

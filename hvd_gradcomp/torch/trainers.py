@@ -185,11 +185,11 @@ class CompressedTraining:
             without = ", ".join(str(r) for r, present in zip(group.ranks, has_state) if not present)
             raise CheckpointError(
                 f"{origin} has no compressor state of rank {without}, but of others: restore what "
-                "is missing, or remove all of it and lose what the compressors had kept"
+                "is missing, or remove all of it and lose the compressors' residuals"
             )
         else:
             LOGGER.warning(
-                "%s has no compressor state: the training goes on without what was kept", origin
+                "%s has no compressor state: the training continues with empty residuals", origin
             )
 
 
@@ -212,7 +212,7 @@ def _sharded_part(model: Any, mesh: Any) -> Any:
     if mesh is None:
         raise ValueError(
             "the model is sharded by fully_shard, and the trainer has no mesh of replicas and "
-            "shards: what is compressed is what travels between replicas. Take Accelerate's "
+            "shards: only traffic between replicas is compressed. Take Accelerate's "
             "ParallelismConfig(dp_replicate_size=..., dp_shard_size=...), or Lightning's "
             "ModelParallelStrategy; for a loop of your own call fsdp.compress"
         )

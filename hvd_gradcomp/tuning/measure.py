@@ -504,8 +504,8 @@ class _FakeTransport:
 
     def gather(self, request: Gather, name: str, group: Any) -> _Reply:
         raise UnmeasurableError(
-            f"{type(self._compressor).__name__}: its ranks have different parts to play, so what "
-            "it takes cannot be measured by one rank alone"
+            f"{type(self._compressor).__name__}: its ranks have different roles, so one rank "
+            "alone cannot measure its cost"
         )
 
     def wait(self, pending: _Reply) -> torch.Tensor:

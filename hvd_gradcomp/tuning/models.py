@@ -77,7 +77,7 @@ def load(name: str, shapes_only: bool = False, batch_size: int = 4) -> Model:
         )
     elsewhere = {str(p.device) for p in module.parameters() if p.device.type != "cpu"}
     if elsewhere:
-        raise ModelError(f"{name} is on {', '.join(sorted(elsewhere))}; what is measured is a CPU")
+        raise ModelError(f"{name} is on {', '.join(sorted(elsewhere))}; only a CPU can be measured")
     return Model(name, module, loss, loss is not None, optimizer)
 
 

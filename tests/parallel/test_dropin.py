@@ -135,7 +135,7 @@ MESSAGES = {
     "no filepath": "BestModelCheckpoint has no filepath",
     "no layer": "local_layers= takes layers of Keras, got 'head'",
     "all local": "all that is trained is local, so there is nothing to exchange",
-    "twice": "is wrapped around is distributed already",
+    "twice": "wraps an optimizer that is distributed already",
     "too early": "it was saved before it was built, so which of its layers are local is not",
     "before init": "this optimizer cannot train: call hvd.init() before hvd.DistributedOptimizer",
     "process set": "it was saved for the ranks [0, 1] alone: give hvd.load_model(..., process_set=",
@@ -152,5 +152,5 @@ def test_keras_as_horovod_s_own_examples_use_it(tmp_path):
             assert ours == expected, name
         says(result["errors"], MESSAGES)
     output = (tmp_path / "output").read_text()
-    warning = "What a rank had kept back is rank 0's alone: rank 1 begins with nothing"
+    warning = "Only rank 0 has its residual again: rank 1 begins with an empty one"
     assert output.count(warning) == results[0]["resumed"]

@@ -598,8 +598,8 @@ def _plain_config(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
     """
     if isinstance(getattr(optimizer, "inner_optimizer", None), DistributedOptimizerMixin):
         raise ValueError(
-            "what this LossScaleOptimizer is wrapped around is distributed already: pass its "
-            "inner_optimizer to hvd.DistributedOptimizer, or nothing"
+            "this LossScaleOptimizer wraps an optimizer that is distributed already: compile the "
+            "model with it as it is, or pass its inner_optimizer to hvd.DistributedOptimizer"
         )
     return serialization.split_entry(optimizer.get_config())[0]
 

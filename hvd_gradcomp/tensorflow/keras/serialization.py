@@ -152,8 +152,8 @@ def load_variables(
         pairs += of_exchange
     elif of_exchange and count > plain:
         LOGGER.warning(
-            "what was saved of the exchange is of another compressor or another number of "
-            "ranks, or hierarchical=True: it begins anew"
+            "the exchange begins anew: the saved one had another compressor or number of ranks, "
+            "or it is hierarchical, whose state only hvd.save_checkpoint keeps"
         )
     for place, variable in pairs:
         variable.assign(store[str(place)])

@@ -104,8 +104,8 @@ class StepExchange:
             return
         if horovod.rank() == int(saver == 0):
             LOGGER.warning(
-                "the optimizer's state was saved by rank %d: what it had kept back is its own, "
-                "other ranks begin with nothing. hvd.save_checkpoint saves what belongs to each",
+                "the optimizer's state was saved by rank %d: its residual belongs to that rank, "
+                "and other ranks begin with an empty one. hvd.save_checkpoint saves all of them",
                 saver,
             )
         self.claim_state()

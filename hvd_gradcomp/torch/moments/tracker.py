@@ -417,8 +417,8 @@ def _by_replay(replay: Replay, targets: dict[int, Source], samples_: int) -> Any
                     return replay.contribute(place, kept, wide, piece)
                 except (RuntimeError, ValueError, IndexError) as error:
                     raise RuntimeError(
-                        f"no per-sample moments for what {replay.func.__name__} uses: it cannot be "
-                        f"run again for one sample. {ADVICE}"
+                        f"no per-sample moments for parameters of {replay.func.__name__}: it "
+                        f"cannot be run again for one sample. {ADVICE}"
                     ) from error
 
             _add_use(source, samples_, contribute)
