@@ -128,8 +128,8 @@ def restore(
         if source is Source.SHARE:
             tensors.append(share(ops, saved[path], size, origin.holders))
         else:
-            found = {Source.SAVED: saved, Source.START: start}.get(source, {path: here})
-            tensors.append(found[path])
+            sources = {Source.SAVED: saved, Source.START: start}
+            tensors.append(sources.get(source, {path: here})[path])
     state = with_leaves(current, tensors)
     if all(tuple(x.shape) == tuple(y.shape) for x, (_, y) in zip(tensors, leaves(current))):
         return state
@@ -160,9 +160,9 @@ def check_hosts(then: int | None, now: int | None, remedy: str = CONSOLIDATED) -
         CheckpointError: other ranks held it, so some residuals would be lost.
     """
     if then != now:
-        ways = ["hierarchical=False" if n is None else f"{n} hosts" for n in (then, now)]
+        saved, here = ("hierarchical=False" if n is None else f"{n} hosts" for n in (then, now))
         raise CheckpointError(
-            f"it was saved sharded with {ways[0]}, here it is {ways[1]}, and other ranks compress: "
+            f"it was saved sharded with {saved}, here it is {here}, and other ranks compress: "
             f"what they had kept back would be lost. {remedy}"
         )
 
