@@ -228,10 +228,10 @@ class Balanced(Composite, Handover):
                 ops, context, message, header, chosen.elements, state.knots
             )
         except (PayloadError, NonFiniteGradientError):
-            ops.overwrite(state.r, chosen.there)  # the method has sent it, and nobody has it
+            ops.overwrite(state.r, chosen.accumulated)  # the method has sent it, and nobody has it
             raise
         total, r, per_layer = owners.commit(
-            ops, context, chosen.there, state.r, done.sent, [done.total], done.left
+            ops, context, chosen.accumulated, state.r, done.sent, [done.total], done.left
         )
         sent, capacity = state.sent + per_layer, patterns.needing(ops, state.capacity, done.header)
         state = BalancedState(state.inner, r, done.knots, capacity, sent, chosen.hint)

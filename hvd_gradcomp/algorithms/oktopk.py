@@ -173,7 +173,7 @@ class OkTopKCompressor(Clipping, Handover):
         ranks = range(context.size)
         received = [Elements(every.index[rank], every.values[rank]) for rank in ranks]
         total, r, per_layer = owners.commit(
-            ops, context, chosen.there, state.r, sent.flat(ops), received
+            ops, context, chosen.accumulated, state.r, sent.flat(ops), received
         )
         return total, state._replace(r=r, sent=state.sent + per_layer, hint=chosen.hint)
 
@@ -186,14 +186,14 @@ class OkTopKCompressor(Clipping, Handover):
             ops, context, message, header, chosen.elements, state.knots
         )
         total, r, per_layer = owners.commit(
-            ops, context, chosen.there, state.r, done.sent, [done.total], done.left
+            ops, context, chosen.accumulated, state.r, done.sent, [done.total], done.left
         )
         return total, OkTopKState(r, done.knots, state.sent + per_layer, chosen.hint)
 
     def dense(self, ops: Ops, context: Context, gradient: Tensor, state: OkTopKState) -> Program:
         """Send all elements, where these are fewer bytes."""
-        there = ops.accumulate(gradient, state.r)
-        total = patterns.check_sum(ops, (yield from patterns.allreduce_bucket(ops, context, there)))
+        whole = ops.accumulate(gradient, state.r)
+        total = patterns.check_sum(ops, (yield from patterns.allreduce_bucket(ops, context, whole)))
         sent = state.sent + ops.words(context.layout.sizes)
         return total, state._replace(r=ops.clear(state.r), sent=sent)
 

@@ -111,7 +111,7 @@ def write(
     """
     root = Path(folder)
     version = ranks.gather(uuid.uuid4().hex if ranks.rank == 0 else None, Optional[str])[0]
-    there, pointer = root / version, root / f"{_CURRENT}.{version}.{ranks.rank}"
+    version_folder, pointer = root / version, root / f"{_CURRENT}.{version}.{ranks.rank}"
     files: dict[str, _File] = {}
     problem = None
 
@@ -120,19 +120,19 @@ def write(
         if messages:
             # All ranks are done with the folder, so it may be removed.
             pointer.unlink(missing_ok=True)
-            shutil.rmtree(there, ignore_errors=True)
+            shutil.rmtree(version_folder, ignore_errors=True)
             raise CheckpointError(
                 f"nothing was saved to {root}: {'; '.join(messages)}. What was saved there before "
                 "is untouched"
             )
 
     try:
-        there.mkdir(parents=True, exist_ok=True)
+        version_folder.mkdir(parents=True, exist_ok=True)
         if ranks.rank == 0:
-            files["shared"] = _write_file(there / "shared", shared())
+            files["shared"] = _write_file(version_folder / "shared", shared())
         if part is not None:
             name = _part_name(ranks.rank, ranks.size)
-            files[name] = _write_file(there / name, part())
+            files[name] = _write_file(version_folder / name, part())
     except Exception as error:
         problem = _message(ranks.rank, error)
     everybody = ranks.gather((problem, files), tuple[Optional[str], dict[str, _File]])
@@ -140,7 +140,9 @@ def write(
     manifest = {name: file for _, files in everybody for name, file in files.items()}
     try:
         # Each rank writes the same manifest, so that every host has it.
-        written = _write_file(there / _MANIFEST, typed_json.dumps(manifest), f".{ranks.rank}")
+        written = _write_file(
+            version_folder / _MANIFEST, typed_json.dumps(manifest), f".{ranks.rank}"
+        )
         _write_file(pointer, f"{version} {written.sha256}".encode())
     except Exception as error:
         problem = _message(ranks.rank, error)
@@ -153,7 +155,7 @@ def write(
     if problems:  # both versions are complete, and are kept
         raise CheckpointError(f"{root} could not be replaced by all: {'; '.join(problems)}")
     for stale in _versions(root):
-        if stale != there:
+        if stale != version_folder:
             shutil.rmtree(stale, ignore_errors=True)
 
 
@@ -193,16 +195,16 @@ def read(
     _, version, digest, length = everybody[0]
     data = _broadcast(ranks, data, length)
     try:
-        there = root / version
-        manifest = _manifest(there, digest)
+        version_folder = root / version
+        manifest = _manifest(version_folder, digest)
         _compare("shared", data, manifest)
-        shared, own = _loaded("shared", load, data), None
+        shared, part = _loaded("shared", load, data), None
         if shared["mode"] == "sharded":
             if shared["size"] != ranks.size:
                 raise CheckpointError(other_size(shared["size"], ranks.size))
             name = _part_name(ranks.rank, ranks.size)
-            own = _loaded(name, load, _checked(name, there, manifest))
-        takeover = prepare(shared, own)
+            part = _loaded(name, load, _checked(name, version_folder, manifest))
+        takeover = prepare(shared, part)
     except Exception as error:
         problem = _message(ranks.rank, error)
     _raise_any(root, ranks.gather(problem, Optional[str]))
@@ -250,22 +252,22 @@ def _current(root: Path) -> tuple[str, str]:
     return version.decode(), digest.decode()
 
 
-def _manifest(there: Path, digest: str) -> dict[str, _File]:
+def _manifest(version_folder: Path, digest: str) -> dict[str, _File]:
     """Return the entries of a version's manifest.
 
     Args:
-        there: the version's folder.
+        version_folder: of the version.
         digest: of the manifest.
     """
-    data = _bytes_of(there / _MANIFEST)
+    data = _bytes_of(version_folder / _MANIFEST)
     if hashlib.sha256(data).hexdigest() != digest:
         raise CheckpointError(_damaged(_MANIFEST))
     return _loaded(_MANIFEST, lambda data: typed_json.loads(data, dict[str, _File]), data)
 
 
-def _checked(name: str, there: Path, manifest: Mapping[str, _File]) -> bytes:
+def _checked(name: str, version_folder: Path, manifest: Mapping[str, _File]) -> bytes:
     """Read a file and check it against the manifest."""
-    data = _bytes_of(there / name)
+    data = _bytes_of(version_folder / name)
     _compare(name, data, manifest)
     return data
 

@@ -70,9 +70,9 @@ def check_hosts(then: int | None, now: int | None, remedy: str = CONSOLIDATED) -
         CheckpointError: other ranks held it, so some residuals would be lost.
     """
     if then != now:
-        ways = ["hierarchical=False" if n is None else f"{n} hosts" for n in (then, now)]
+        saved, here = ("hierarchical=False" if n is None else f"{n} hosts" for n in (then, now))
         raise CheckpointError(
-            f"it was saved sharded with {ways[0]}, here it is {ways[1]}, and other ranks compress: "
+            f"it was saved sharded with {saved}, here it is {here}, and other ranks compress: "
             f"what they had kept back would be lost. {remedy}"
         )
 

@@ -39,8 +39,8 @@ class Clipping:
             return gradient, extra
         factor = shrinking(ops, context, gradient, self.max_norm)
         if "moment" in extra:
-            own = extra["moment"] * 1  # the caller owns it, so copy
-            extra = {**extra, "moment": scaled(ops, context, own, ops.square(factor))}
+            moment = extra["moment"] * 1  # the caller owns it, so copy
+            extra = {**extra, "moment": scaled(ops, context, moment, ops.square(factor))}
         return scaled(ops, context, gradient, factor), extra
 
 

@@ -58,7 +58,7 @@ class Elements(NamedTuple):
 class Chosen(NamedTuple):
     """One rank's step before anything travels."""
 
-    there: Tensor  # float32 [size], `r + g`, in the gradient's memory
+    accumulated: Tensor  # float32 [size], `r + g`, in the gradient's memory
     elements: Elements  # the k largest; unused ones, at the sink, come last
     hint: Tensor  # float32 [1], magnitude to search from in the next step
 
@@ -104,18 +104,21 @@ def choose(
         form = plain if fixed else ops.words(plain.numbers)
         quota, limits = (None, (k,)) if fixed else (ops.words((k,)), (most,))
         before = ops.zeros((len(layout.names),), "int64")
-        given = scope, form, step, quota, limits, hint, (gradient,), r
-        written = ops.topk_kernels.write(Collecting(), *given, before)
+        written = ops.topk_kernels.write(
+            Collecting(), scope, form, step, quota, limits, hint, (gradient,), r, before
+        )
         index = ops.from_bytes(written.body[: 4 * k], "uint32")
         values = ops.from_bytes(written.body[4 * k :], "float32")
-        there = written.memory[0]
+        accumulated = written.memory[0]
         if ops.topk_kernels.removes:
-            there = ops.put(there, index, values)
-        return Chosen(there, Elements(index, values), written.hint)
-    found, there = _accumulated(ops, scope, gradient, r, hint)
-    selection, code, hint = largest(ops, scope, there, ops.words((k,)), (most,), step, found)
+            accumulated = ops.put(accumulated, index, values)
+        return Chosen(accumulated, Elements(index, values), written.hint)
+    passing, accumulated = _accumulated(ops, scope, gradient, r, hint)
+    selection, code, hint = largest(
+        ops, scope, accumulated, ops.words((k,)), (most,), step, passing
+    )
     sent = selection.fitting(code, k, step)
-    return Chosen(there, Elements(sent.index, ops.bits_float(sent.code)), hint)
+    return Chosen(accumulated, Elements(sent.index, ops.bits_float(sent.code)), hint)
 
 
 def _accumulated(
@@ -125,18 +128,18 @@ def _accumulated(
     if not ops.dynamic_shapes:
         return None, ops.accumulate(gradient, r)
 
-    def tile(there: Tensor, r: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        there = ops.accumulate(there, r)
-        return there, (there,)
+    def tile(accumulated: Tensor, r: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        accumulated = ops.accumulate(accumulated, r)
+        return accumulated, (accumulated,)
 
-    found, (there,) = ops.search(tile, (gradient,), (r,), of_blocks(ops, scope, hint))
-    return found, there
+    passing, (accumulated,) = ops.search(tile, (gradient,), (r,), of_blocks(ops, scope, hint))
+    return passing, accumulated
 
 
 def commit(
     ops: Ops,
     context: Context,
-    there: Tensor,
+    accumulated: Tensor,
     r: Tensor,
     sent: Elements,
     received: Sequence[Elements],
@@ -146,7 +149,7 @@ def commit(
 
     Args:
         ops, context: of the step.
-        there: `r + g`, as `choose` returns it. Donating.
+        accumulated: `r + g`, as `choose` returns it. Donating.
         r: of before the step. Donating.
         sent: of this rank, all messages one after another.
         received: with the weights of a mean, in the order in which they are added.
@@ -156,7 +159,7 @@ def commit(
         The mean, the new r, and how many elements of each layer were sent.
     """
     layout = context.layout
-    kept = ops.add_at(there, sent.index, 0.0 - sent.values)
+    kept = ops.add_at(accumulated, sent.index, 0.0 - sent.values)
     if left is not None:
         kept = ops.add_at(kept, *left)
     kept = ops.clear_last(kept)
@@ -198,20 +201,20 @@ class Message:
         return {**load, **self.places.parts(), **self.coding.parts(self.count, self.groups)}
 
     def encode(
-        self, ops: Ops, messages: int, found: Elements, load: Tensor
+        self, ops: Ops, messages: int, elements: Elements, load: Tensor
     ) -> tuple[list[list[Tensor]], Elements]:
         """Return the bodies of some messages in pieces, and the elements as they are decoded."""
-        real = found.index < self.layout.sink
-        places = self.places.encode_apart(ops, found.index)
+        real = elements.index < self.layout.sink
+        places = self.places.encode_apart(ops, elements.index)
         coded, decoded = [], []
         for row in range(messages):
-            index = found.index[row]
-            coded.append(self.coding.encode(ops, found.values[row], index, self.groups))
+            index = elements.index[row]
+            coded.append(self.coding.encode(ops, elements.values[row], index, self.groups))
             decoded.append(self.coding.decode(ops, coded[row], index, self.groups))
         values = {name: ops.stack([code[name] for code in coded]) for name in coded[0]}
         payload = {"load": ops.reshape(load, (messages, 1)), **places, **values}
         bodies = wire.pack_rows(ops, self.parts(), payload, messages)
-        return bodies, Elements(found.index, ops.where(real, ops.stack(decoded), 0.0))
+        return bodies, Elements(elements.index, ops.where(real, ops.stack(decoded), 0.0))
 
     def decode(self, ops: Ops, bodies: Tensor) -> tuple[Tensor, Elements]:
         """Return the loads, int64 [ranks, 1], and the elements of each rank."""
@@ -226,21 +229,21 @@ class Message:
         return payload["load"], Elements(index, ops.where(index < self.layout.sink, values, 0.0))
 
     def gather(
-        self, ops: Ops, context: Context, header: wire.Header, found: Elements, load: Tensor
+        self, ops: Ops, context: Context, header: wire.Header, elements: Elements, load: Tensor
     ) -> Generator[Any, Any, tuple[Tensor, Elements, Elements]]:
         """Allgather each rank's elements.
 
         Args:
             ops, context: of the step.
             header: of this rank's payload.
-            found: of this rank, in one row.
+            elements: of this rank, in one row.
             load: how many were chosen; int64 [1].
 
         Returns:
             The loads, int64 [ranks, 1]; the elements of each rank, with the weights of a mean; and
             this rank's as they are decoded, in one row.
         """
-        (body,), sent = self.encode(ops, 1, found, load)
+        (body,), sent = self.encode(ops, 1, elements, load)
         buffers = yield Allgather(wire.pack(ops, header, *body))
         spec = patterns.reduction_spec(context, {})
         header, bodies = wire.unpack(ops, header, buffers, spec)
@@ -275,9 +278,9 @@ def exchange(
     buffers = yield Alltoall(wire.pack_all(ops, header, bodies))
     spec = patterns.reduction_spec(plain, {})
     of_all, received = wire.unpack(ops, header, buffers, spec)
-    loads, found = message.decode(ops, received)
-    found = found.weighted(ops, patterns.weights_of(ops, plain, of_all))
-    index, values = ops.merge_rows(*found, layout.sink)
+    loads, elements = message.decode(ops, received)
+    elements = elements.weighted(ops, patterns.weights_of(ops, plain, of_all))
+    index, values = ops.merge_rows(*elements, layout.sink)
 
     finite, values = patterns.check_storable(ops, values)
     none = ops.length(index)

@@ -382,10 +382,10 @@ def leaves(state: State, path: str = "") -> list[tuple[str, Tensor]]:
     """
     if not hasattr(state, "_fields"):
         return [] if _empty(state) else [(path, state)]
-    found = []
+    tensors = []
     for field in state._fields:
-        found += leaves(getattr(state, field), f"{path}.{field}" if path else field)
-    return found
+        tensors += leaves(getattr(state, field), f"{path}.{field}" if path else field)
+    return tensors
 
 
 def is_replicated(compressor: Compressor, path: str) -> bool:

@@ -78,12 +78,12 @@ def declared() -> dict[str, metadata.EntryPoint]:
     points: Any = metadata.entry_points()
     # Python 3.9 has a dict.
     points = points.select(group=GROUP) if hasattr(points, "select") else points.get(GROUP, ())
-    found: dict[str, metadata.EntryPoint] = {}
+    by_name: dict[str, metadata.EntryPoint] = {}
     for point in points:
-        first = found.setdefault(point.name, point)
+        first = by_name.setdefault(point.name, point)
         if first.value != point.value:
             leave_out(point, f"{_owner(first)} declares another one by that name")
-    return found
+    return by_name
 
 
 @cache
