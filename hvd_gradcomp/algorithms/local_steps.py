@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -100,9 +100,13 @@ class LocalSchedule:
         blend: weight of a rank's own parameters where a result is applied:
             `blend * own + (1 - blend) * global`, in [0, 1). None for 0.5 with a delay, as in
             Streaming DiLoCo, and for 0 without.
+        deadline: seconds, more than 0, that ranks go on for those that have made fewer steps, so
+            that they make different numbers of steps; None to exchange after as many on all. It
+            may change between a save and a load, so `repr` leaves it out.
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: a value is out of range; fragments or a delay, which count steps, and a
+            deadline.
 
     >>> schedule = LocalSchedule(every=4, fragments=2, delay=1)
     >>> [(step, schedule.sends(step), schedule.applies(step)) for step in range(2, 6)]
@@ -114,6 +118,7 @@ class LocalSchedule:
     fragments: int = 1
     delay: int = 0
     blend: float | None = None
+    deadline: float | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         validate.whole(self, "every", low=1)
@@ -123,6 +128,30 @@ class LocalSchedule:
         if self.blend is None:
             validate.stands_for(self, "blend", 0.5 if self.delay else 0.0)
         validate.real(self, "blend", low=0, high=1, closed="[")
+        if self.deadline is not None:
+            self._check_deadline()
+
+    def _check_deadline(self) -> None:
+        seconds = self.deadline
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+            raise ValueError(f"deadline= takes seconds, more than 0, or None, got {seconds!r}")
+        if self.fragments > 1 or self.delay:
+            raise ValueError(
+                "deadline= lets ranks make different numbers of steps, which fragments= and delay= "
+                "count: leave them out with a deadline"
+            )
+
+    def check_averages_in_hosts(self) -> None:
+        """Check that ranks of a host can average their gradients in every step.
+
+        Raises:
+            ValueError: they make different numbers of steps.
+        """
+        if self.deadline is not None:
+            raise ValueError(
+                "deadline= lets ranks make different numbers of steps, and hierarchical=True lets "
+                "those of a host average their gradients in each: use one of the two"
+            )
 
     def warms_up(self, step: int) -> bool:
         """Return True if gradients are averaged in this step."""
@@ -143,36 +172,6 @@ class LocalSchedule:
         return (fragment + 1) * self.every // self.fragments
 
 
-def check_deadline(
-    deadline: float | None, schedule: LocalSchedule, averages_in_hosts: bool = False
-) -> None:
-    """Check a deadline of rounds in which ranks make different numbers of steps.
-
-    Args:
-        deadline: seconds, more than 0; None for none, which is always right.
-        schedule: of the exchanges.
-        averages_in_hosts: ranks of a host average their gradients in every step.
-
-    Raises:
-        ValueError: it is out of range, or there are fragments or a delay, which count steps, or
-            averages in every step.
-    """
-    if deadline is None:
-        return
-    if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0:
-        raise ValueError(f"deadline= takes seconds, more than 0, or None, got {deadline!r}")
-    if schedule.fragments > 1 or schedule.delay:
-        raise ValueError(
-            "deadline= lets ranks make different numbers of steps, which fragments= and delay= "
-            "count: leave them out with a deadline"
-        )
-    if averages_in_hosts:
-        raise ValueError(
-            "deadline= lets ranks make different numbers of steps, and hierarchical=True lets "
-            "those of a host average their gradients in each: use one of the two"
-        )
-
-
 def cut(sizes: Sequence[int], fragments: int) -> list[range]:
     """Cut a list of layers into consecutive fragments of about as many elements each.
 
@@ -191,9 +190,9 @@ def cut(sizes: Sequence[int], fragments: int) -> list[range]:
     ends = list(accumulate(sizes))
     starts = [0]
     for fragment in range(1, fragments):
-        least, most = starts[-1] + 1, len(sizes) - (fragments - fragment)
+        least, last = starts[-1] + 1, len(sizes) - (fragments - fragment)
         goal = ends[-1] * fragment / fragments
-        starts.append(min(range(least, most + 1), key=lambda at: abs(ends[at - 1] - goal)))
+        starts.append(min(range(least, last + 1), key=lambda at: abs(ends[at - 1] - goal)))
     return [range(a, b) for a, b in zip(starts, [*starts[1:], len(sizes)])]
 
 

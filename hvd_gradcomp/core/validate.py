@@ -92,6 +92,17 @@ def policy(nonfinite: Any) -> None:
         raise ValueError(f"nonfinite {not_among(nonfinite, (*POLICIES, None))}")
 
 
+def skip_or_raise(nonfinite: Any, reason: str) -> None:
+    """Require a policy for an exchange that cannot propagate what is not finite.
+
+    Args:
+        nonfinite: the policy.
+        reason: why it cannot.
+    """
+    if nonfinite not in (None, "raise", "skip"):
+        raise ValueError(f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}: {reason}")
+
+
 def exchange(
     what: str, *, initialized: bool, groups: Any, num_groups: int, op: Any, allowed: Collection[Any]
 ) -> None:

@@ -21,13 +21,13 @@ class RoundProgress(NamedTuple):
     Attributes:
         steps: made since the last exchange.
         waited: milliseconds since it had made as many as a round has; -1 if it has not.
-        asked: 1 if it is in `exchange()`.
+        requested: 1 if it is in `exchange()`.
         settings: checksum of what all ranks decide by.
     """
 
     steps: int
     waited: int
-    asked: int
+    requested: int
     settings: int
 
 
@@ -95,7 +95,7 @@ class RoundClock:
         while over or not new:
             pending = self._pending
             if pending is None:
-                pending, new = self._submit(asked=False), True
+                pending, new = self._submit(requested=False), True
             over = self._waited() >= self._deadline
             if not over and not _arrives(pending, SHARE * lasted):
                 break
@@ -107,8 +107,8 @@ class RoundClock:
     def meet(self) -> bool:
         """Wait until all ranks are in `exchange()`; return False if a round is due before."""
         while True:
-            every = self._receive(self._pending or self._submit(asked=True))
-            together = all(progress.asked for progress in every)
+            every = self._receive(self._pending or self._submit(requested=True))
+            together = all(progress.requested for progress in every)
             if together or self._is_due(every):
                 self.restart()
                 return together
@@ -117,10 +117,10 @@ class RoundClock:
         """Return the seconds since this rank had made the steps of a round; -1 before."""
         return time.monotonic() - self._ready if self._steps >= self._every else -1.0
 
-    def _submit(self, asked: bool) -> PendingProgress:
+    def _submit(self, requested: bool) -> PendingProgress:
         waited = self._waited()
         milliseconds = int(1e3 * waited) if waited >= 0 else -1
-        progress = RoundProgress(self._steps, milliseconds, int(asked), self._settings)
+        progress = RoundProgress(self._steps, milliseconds, int(requested), self._settings)
         self._count = (self._count + 1) % 2
         self._pending = self._gather.submit(progress, self._count)
         return self._pending

@@ -20,11 +20,11 @@ from hvd_gradcomp.algorithms.local_steps import (
     AVERAGING,
     LocalSchedule,
     OuterSGD,
-    check_deadline,
     cut,
     warn_without_warmup,
 )
 from hvd_gradcomp.algorithms.wrappers import take_over
+from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.runtime.local_rounds import LocalRounds
@@ -158,8 +158,7 @@ class LocalSteps(tf.Module):
         deadline: float | None = None,
     ) -> None:
         super().__init__(name="gradcomp_local")
-        self.schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
-        check_deadline(deadline, self.schedule)
+        self.schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend, deadline)
         self.deadline = deadline
         options = ExchangeOptions(
             sparse_as_dense=True,
@@ -171,7 +170,8 @@ class LocalSteps(tf.Module):
         _check_use(process_set, nonfinite, optimizer, compressor)
         place = options.position
         has_neighbours = place is not None and place.slots > 1
-        check_deadline(deadline, self.schedule, has_neighbours)
+        if has_neighbours:
+            self.schedule.check_averages_in_hosts()
         settings = (
             f"{self.schedule}, {outer=}, hierarchical={hierarchical}, "
             f"nonfinite={options.nonfinite}{'' if deadline is None else f', {deadline=}'}"
@@ -490,11 +490,7 @@ def _check_use(
             "this rank is not in process_set=: make LocalSteps on its ranks alone, and train "
             "without it on the others"
         )
-    if nonfinite not in (None, "raise", "skip"):
-        raise ValueError(
-            f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}: there is no mean "
-            "of variables that are not finite"
-        )
+    validate.skip_or_raise(nonfinite, "there is no mean of variables that are not finite")
     if exchanging := exchanges_in(optimizer):
         raise ValueError(
             f"{exchanging} exchanges gradients in every step, and LocalSteps the variables every "

@@ -76,9 +76,9 @@ class GraphProgressGather:
         A rank that has submitted numbers goes on; it waits for them where they are due.
         """
 
-        def gather(own: tf.Tensor) -> tf.Tensor:
+        def gather(local_row: tf.Tensor) -> tf.Tensor:
             with tf.device("/cpu:0"):
-                return comm.HorovodBackend().allgather(own, name, self._process_set)
+                return comm.HorovodBackend().allgather(local_row, name, self._process_set)
 
         with stall_inspector.unmarked():
             traced = tf.function(gather, autograph=False).get_concrete_function(row)

@@ -14,10 +14,10 @@ import torch
 
 from hvd_gradcomp.algorithms.local_steps import (
     LocalSchedule,
-    check_deadline,
     warn_without_warmup,
 )
 from hvd_gradcomp.checkpoint.schema import CheckpointError
+from hvd_gradcomp.core import validate
 from hvd_gradcomp.runtime.local_rounds import (
     CommitProtocol,
     LocalRounds,
@@ -51,14 +51,12 @@ class LocalStepsOptimizer(WrappedOptimizer):
         optimizer: the inner one.
         named_parameters: (name, parameter) of all that it trains; by place if None.
         connect: returns the connection of one exchange, by its name; all ranks call it alike.
-        schedule: of the exchanges.
+        schedule: of the exchanges, with their deadline.
         outer: the outer optimizer, or what makes it from a list of the global parameters.
         compression: of the pseudogradients, as in `DistributedOptimizer`.
         stock: Horovod's `Compression`, if there is Horovod.
         named_buffers: buffers whose mean over ranks is taken with the last fragment.
         bucket_bytes, nonfinite: as in `DistributedOptimizer`.
-        deadline: seconds that ranks go on for those that have made fewer steps; None to exchange
-            after as many steps on all of them.
         connect_clock: as `connect`, where nothing else travels; needed with a deadline.
 
     Attributes:
@@ -86,13 +84,16 @@ class LocalStepsOptimizer(WrappedOptimizer):
         named_buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
         bucket_bytes: int | None = None,
         nonfinite: str | None = None,
-        deadline: float | None = None,
         connect_clock: Callable[[], Connection] | None = None,
     ) -> None:
         super().__init__(optimizer)
-        _check(optimizer, schedule, nonfinite)
-        check_deadline(deadline, schedule)
-        self.schedule, self.deadline = schedule, deadline
+        validate.skip_or_raise(nonfinite, "there is no mean of parameters that are not finite")
+        if isinstance(optimizer, torch.optim.LBFGS) and schedule.warmup_steps:
+            raise ValueError(
+                "warmup_steps= averages the gradients of a step once, and LBFGS computes them many "
+                "times: use warmup_steps=0"
+            )
+        self.schedule, self.deadline = schedule, schedule.deadline
         self._skips = nonfinite == "skip"
         named = named_of(optimizer, named_parameters)
         parameters = [p for _, p in named]
@@ -102,9 +103,11 @@ class LocalStepsOptimizer(WrappedOptimizer):
         warn_without_warmup(self._outer.momentum, self._outer.compressor, schedule.warmup_steps)
         self.settings = f"{schedule}, outer={self._outer}, {nonfinite=}, {bucket_bytes=}"
         clock = None
-        if deadline is not None:
-            self.settings = f"{self.settings}, {deadline=}"
-            clock = _make_clock(connect_clock, schedule, deadline, device_of(named))
+        if schedule.deadline is not None:
+            assert connect_clock is not None
+            self.settings = f"{self.settings}, deadline={schedule.deadline}"
+            gather = TensorProgressGather(connect_clock(), device_of(named))
+            clock = RoundClock(gather, schedule.every, schedule.deadline)
         sync = RankSync(connect("sync"), device_of(named))
         options = ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite=nonfinite, scaler=False)
         self._fragments = make_fragments(
@@ -345,33 +348,3 @@ class LocalStepsOptimizer(WrappedOptimizer):
                     f"the state was saved with another {name}: {saved_value}, and here it is "
                     f"{value}"
                 )
-
-
-def _check(
-    optimizer: torch.optim.Optimizer, schedule: LocalSchedule, nonfinite: str | None
-) -> None:
-    """Check that local steps of an optimizer are possible.
-
-    Raises:
-        ValueError: they are not with this schedule, or this policy.
-    """
-    if isinstance(optimizer, torch.optim.LBFGS) and schedule.warmup_steps:
-        raise ValueError(
-            "warmup_steps= averages the gradients of a step once, and LBFGS computes them many "
-            "times: use warmup_steps=0"
-        )
-    if nonfinite not in (None, "raise", "skip"):
-        raise ValueError(
-            f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}: there is no "
-            "mean of parameters that are not finite"
-        )
-
-
-def _make_clock(
-    connect: Callable[[], Connection] | None,
-    schedule: LocalSchedule,
-    deadline: float,
-    device: torch.device,
-) -> RoundClock:
-    assert connect is not None
-    return RoundClock(TensorProgressGather(connect(), device), schedule.every, deadline)

@@ -77,11 +77,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         super().__init__(optimizer)
         self._adam = FixedVarianceAdam(optimizer, warmup_steps)
         validate.count("warmup_steps", warmup_steps, low=1)
-        if nonfinite not in (None, "raise", "skip"):
-            raise ValueError(
-                f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}: a momentum that is "
-                "not finite stays so"
-            )
+        validate.skip_or_raise(nonfinite, "a momentum that is not finite stays so")
         compressor = as_compressor(compression, stock)
         if compressor.correction is not None and compressor.correction[0] != 0:
             raise ValueError(

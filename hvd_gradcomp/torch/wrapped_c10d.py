@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hvd_gradcomp.algorithms.local_steps import AVERAGING, LocalSchedule, check_deadline
+from hvd_gradcomp.algorithms.local_steps import AVERAGING, LocalSchedule
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch import ddp_checkpoint
@@ -68,8 +68,7 @@ def LocalSteps(  # noqa: N802 - as over Horovod
 
     def make() -> LocalStepsOptimizer:
         refuse_exchanging(optimizer)
-        schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
-        check_deadline(deadline, schedule)
+        schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend, deadline)
         return LocalStepsOptimizer(
             optimizer,
             named_parameters,
@@ -80,7 +79,6 @@ def LocalSteps(  # noqa: N802 - as over Horovod
             named_buffers=named_buffers,
             bucket_bytes=bucket_bytes,
             nonfinite=nonfinite,
-            deadline=deadline,
             connect_clock=lambda: _connections(clock_group or group)("rounds"),
         )
 

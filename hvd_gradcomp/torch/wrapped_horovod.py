@@ -9,7 +9,7 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_gradcomp.algorithms.local_steps import AVERAGING, LocalSchedule, check_deadline
+from hvd_gradcomp.algorithms.local_steps import AVERAGING, LocalSchedule
 from hvd_gradcomp.runtime import hierarchy
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch import checkpoint
@@ -106,13 +106,12 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
             ranks; see `LocalStepsOptimizer.step`.
     """
     refuse_exchanging(optimizer)
-    schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
-    check_deadline(deadline, schedule)
+    schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend, deadline)
     ranks = _Ranks("LocalSteps", process_set, hierarchical)
     inner = optimizer
     place = ranks.participants.place
     if place is not None and place.slots > 1:
-        check_deadline(deadline, schedule, averages_in_hosts=True)
+        schedule.check_averages_in_hosts()
         named_parameters = list(named_parameters) if named_parameters is not None else None
         inside = ranks.participants.groups.inside
         inner = DistributedOptimizer(
@@ -134,7 +133,6 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
         named_buffers=named_buffers,
         bucket_bytes=bucket_bytes,
         nonfinite=nonfinite,
-        deadline=deadline,
         connect_clock=lambda: ranks.connect("rounds"),
     )
     made.begin()

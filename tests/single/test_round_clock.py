@@ -28,10 +28,9 @@ def optimizer_of(rank, deadline, every=4, compression=None, warmup=0, **more):
         torch.optim.SGD([parameter], 1.0),
         [("w", parameter)],
         rank.connect,
-        LocalSchedule(every, warmup, **more),
+        LocalSchedule(every, warmup, deadline=deadline, **more),
         AVERAGE,
         compression or NoneCompressor(),
-        deadline=deadline,
         connect_clock=lambda: rank.apart().connect("rounds"),
     )
     return parameter, optimizer
@@ -296,10 +295,9 @@ def test_deadlines_that_cannot_be_are_refused(deadline, more, told):
             torch.optim.SGD([parameter, cut], 1.0),
             None,
             Alone().connect,
-            LocalSchedule(4, **more),
+            LocalSchedule(4, deadline=deadline, **more),
             AVERAGE,
             None,
-            deadline=deadline,
             connect_clock=Alone().connect,
         )
 

@@ -11,7 +11,7 @@ import horovod.tensorflow as horovod
 import keras
 import tensorflow as tf
 
-from hvd_gradcomp.algorithms.local_steps import AVERAGING, LocalSchedule, OuterSGD, check_deadline
+from hvd_gradcomp.algorithms.local_steps import AVERAGING, LocalSchedule, OuterSGD
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.tensorflow import local_steps
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
@@ -99,8 +99,7 @@ class LocalSteps(keras.callbacks.Callback):
         deadline: float | None = None,
     ) -> None:
         super().__init__()
-        self.schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend)
-        check_deadline(deadline, self.schedule)
+        self.schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend, deadline)
         self.at_epoch_end, self.process_set = at_epoch_end, process_set
         self.local: local_steps.LocalSteps | None = None
         self._optimizer: keras.optimizers.Optimizer | None = None  # that `local` was made for
@@ -110,9 +109,8 @@ class LocalSteps(keras.callbacks.Callback):
             "compression": compression,
             "hierarchical": hierarchical,
             "nonfinite": nonfinite,
-            "deadline": deadline,
         }
-        self._due = False  # whether this epoch ends with an exchange, which is yet to come
+        self._due = False  # this epoch ends with an exchange, which is yet to come
         self._replaced: list[str] = []  # names of the optimizer's methods
 
     def set_model(self, model: keras.Model) -> None:
@@ -215,12 +213,12 @@ class LocalSteps(keras.callbacks.Callback):
             MismatchError: on all ranks, if they do not all exchange at the end of an epoch.
         """
         made = 0 if self.local is None else self.local.steps_made
-        own = self._refusal(), made, self.at_epoch_end
-        gathered = gather_objects(own, tuple[str, int, bool], "gradcomp.fit", self.process_set)
+        state = self._refusal(), made, self.at_epoch_end
+        gathered = gather_objects(state, tuple[str, int, bool], "gradcomp.fit", self.process_set)
         ranks = self.process_set.ranks or range(len(gathered))
-        found = [f"rank {rank}: {each[0]}" for rank, each in zip(ranks, gathered) if each[0]]
-        if found:
-            raise ValueError(f"callbacks.LocalSteps cannot train: {'; '.join(found[:4])}")
+        refusals = [f"rank {rank}: {each[0]}" for rank, each in zip(ranks, gathered) if each[0]]
+        if refusals:
+            raise ValueError(f"callbacks.LocalSteps cannot train: {'; '.join(refusals[:4])}")
         if len({at_end for _, _, at_end in gathered}) > 1:
             listed = dict(zip(ranks, (at_end for _, _, at_end in gathered)))
             raise MismatchError(

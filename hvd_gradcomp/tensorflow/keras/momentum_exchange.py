@@ -74,11 +74,7 @@ def MomentumExchange(  # noqa: N802 - beside DistributedOptimizer
         TypeError: the optimizer is another one, or `compression` no compressor.
         MismatchError: at the first step, on all ranks, if they do not train the same.
     """
-    if nonfinite not in (None, "raise", "skip"):
-        raise ValueError(
-            f"nonfinite must be 'raise', 'skip' or None, got {nonfinite!r}: a momentum that is "
-            "not finite stays so"
-        )
+    validate.skip_or_raise(nonfinite, "a momentum that is not finite stays so")
     options = ExchangeOptions(
         sparse_as_dense=True,
         process_set=process_set,
@@ -139,9 +135,9 @@ class MomentumExchangeMixin(DistributedOptimizerMixin):
         for i, place in enumerate(places_of(self, variables)):
             if grads[i] is not None:
                 momentum = self._momentums[place].value
-                own = tf.cast(tf.convert_to_tensor(grads[i]), momentum.dtype)
+                gradient = tf.cast(tf.convert_to_tensor(grads[i]), momentum.dtype)
                 before = tf.cast(kept * factor, momentum.dtype) * momentum
-                values[i] = before + tf.cast(1.0 - kept, momentum.dtype) * own
+                values[i] = before + tf.cast(1.0 - kept, momentum.dtype) * gradient
         return super()._exchange(values, variables, scale)
 
     @tf.autograph.experimental.do_not_convert

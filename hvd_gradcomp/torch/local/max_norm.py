@@ -19,10 +19,10 @@ _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 def tables_of(parameters: Sequence[torch.nn.Parameter]) -> dict[int, Table]:
     """Return the embeddings with `max_norm` among the owners of parameters, by place."""
     places = {id(p): place for place, p in enumerate(parameters) if p.dim() == 2}
-    found = owners_of([parameters[place] for place in places.values()])
+    owners = owners_of([parameters[place] for place in places.values()])
     return {
         places[id(p)]: module
-        for module, p in found
+        for module, p in owners
         if isinstance(module, _TABLES) and module.max_norm is not None
     }
 
