@@ -446,7 +446,7 @@ SCHEDULES = {
     "delay without blend": (LocalSchedule(4, delay=1, blend=0.0), {}),
     "blend": (LocalSchedule(2, blend=0.25), {}),
     "warm-up": (LocalSchedule(2, warmup_steps=3), {}),
-    "deadline": (LocalSchedule(2), {"deadline": 20.0}),
+    "deadline": (LocalSchedule(2, deadline=20.0), {}),
 }
 
 
@@ -455,7 +455,7 @@ MEANS = OuterSGD(1.0, 0.0)
 
 def scheduled(rank, net, kind, optimizer, outer=MEANS, compression=None):
     schedule, more = SCHEDULES[kind]
-    if "deadline" in more:
+    if schedule.deadline is not None:
         more = {**more, "connect_clock": lambda: rank.apart().connect("rounds")}
     return over(rank, net, schedule, outer, compression, optimizer, **more)
 
