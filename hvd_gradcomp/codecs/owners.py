@@ -100,14 +100,13 @@ def choose(
     layout, step = context.layout, context.step
     scope, fixed = Scope(layout, whole=True), isinstance(k, int)
     if ops.topk_kernels is not None:
-        plain = Form.plain(k)
-        form = plain if fixed else ops.words(plain.numbers)
+        form = Form(k)
         quota, limits = (None, (k,)) if fixed else (ops.words((k,)), (most,))
         before = ops.zeros((len(layout.names),), "int64")
         given = scope, form, step, quota, limits, hint, (gradient,), r
         written = ops.topk_kernels.write(Collecting(), *given, before)
-        index = ops.from_bytes(written.body[: 4 * k], "uint32")
-        values = ops.from_bytes(written.body[4 * k :], "float32")
+        index = ops.from_bytes(written.body[form.index :], "uint32")
+        values = ops.from_bytes(written.body[: form.index], "float32")
         there = written.memory[0]
         if ops.topk_kernels.removes:
             there = ops.put(there, index, values)

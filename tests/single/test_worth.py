@@ -182,7 +182,7 @@ ALL = [
     *methods.EVERY,
     *methods.TODAY,
     *methods.ROUNDED,
-    *methods.CODED,
+    *methods.INT32,
     *methods.PRODUCTS,
     *methods.ROBUST,
     *methods.BALANCED,

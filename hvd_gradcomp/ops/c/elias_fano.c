@@ -195,7 +195,7 @@ void decode_ascending(const int64_t *lows, const int64_t *highs, int64_t rows, i
   }
 }
 
-/* -- words: a code of `bits` bits above an index ------------------------------------------------ */
+/* -- words: a code of `bits` bits, or none, above an index -------------------------------------- */
 
 /* Words whose indices ascend, as `low` planes of the indices, their other bits, planes of codes.
  *
@@ -210,7 +210,7 @@ int encode_words(const uint32_t *words, int64_t count, int64_t low, int64_t widt
     int64_t n = count - at < GROUP ? count - at : GROUP;
     for (int64_t i = 0; i < n; i++) {
       index[i] = words[at + i] & mask;
-      code[i] = words[at + i] >> (32 - bits);
+      code[i] = (uint32_t)((uint64_t)words[at + i] >> (32 - bits));
     }
     for (int64_t i = 0; i < n; i++) {
       int64_t place = ((int64_t)index[i] >> low) + at + i;

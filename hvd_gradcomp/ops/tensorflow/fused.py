@@ -95,7 +95,7 @@ class TopKKernels:
         self,
         how: Collecting,
         scope: Scope,
-        form: Form | Tensor,
+        form: Form,
         turn: Any,
         quota: Tensor | None,
         most: Sequence[int],
@@ -111,11 +111,11 @@ class TopKKernels:
         """
         layout = scope.layout
         given = (
-            *(layout.numbers, _numbers(form), layout.strides),
+            *(layout.numbers, form.numbers, layout.strides),
             *(most if quota is None else quota, scope.slack(most), hint, gradient, *memory),
         )
         counts = [(tf.int64, ()), (tf.int64, ()), (tf.int64, (len(layout.sizes),))]
-        size = form.size if isinstance(form, Form) else None
+        size = form.size if isinstance(form.capacity, int) else None
         outputs = [(tf.uint8, (size,)), *counts, (tf.float32, hint.shape)]
         outputs += [] if looks else [(tf.float32, x.shape) for x in memory]
         ints = turn, scope.whole, how.nesterov, how.masking, 1
@@ -169,14 +169,14 @@ class TopKKernels:
     def add(
         self,
         layout: Layout,
-        form: Form | Tensor,
+        form: Form,
         bodies: Tensor,
         weights: Tensor,
         room: Tensor,
     ) -> Tensor:
         """Sum `weights[rank] * values of the rank`; raises like `ThresholdKernels.add`."""
         with _eager_errors():
-            given = layout.numbers, _numbers(form), bodies, weights, room
+            given = layout.numbers, form.numbers, bodies, weights, room
             return self.native("topk_add", given, [(tf.float32, room.shape)])[0]
 
 
@@ -190,10 +190,6 @@ def _eager_errors() -> Iterator[None]:
         if said == error.message:
             raise
         raise PayloadError(said) from None
-
-
-def _numbers(form: Form | Tensor) -> Any:
-    return form.numbers if isinstance(form, Form) else form
 
 
 def _capacity(level: CapacityLevel) -> Any:

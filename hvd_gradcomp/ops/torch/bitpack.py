@@ -78,6 +78,8 @@ class BitPacking(Base):
     def encode_words(
         self, body: Tensor, side: int, count: int, low: int, width: int, universe: int, bits: int
     ) -> Tensor:
+        if self.word_kernels is not None:
+            return self.word_kernels.encode_words(body, side, count, low, width, bits)
         if self.native is None:
             return super().encode_words(body, side, count, low, width, universe, bits)
         groups = -(-count // GROUP)
@@ -90,6 +92,9 @@ class BitPacking(Base):
     def decode_words(
         self, bodies: Tensor, side: int, count: int, low: int, width: int, universe: int, bits: int
     ) -> tuple[Tensor, Tensor]:
+        if self.word_kernels is not None:
+            form = side, count, low, width, universe, bits
+            return self.word_kernels.decode_words(bodies, *form)
         if self.native is None:
             return super().decode_words(bodies, side, count, low, width, universe, bits)
         words = self._empty(bodies.shape[0], side + 4 * count, dtype=torch.uint8)

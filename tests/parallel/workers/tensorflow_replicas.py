@@ -13,7 +13,7 @@ import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp.tensorflow import DistributedGradientTape
 from tests.methods import (
     BALANCED,
-    CODED,
+    INT32,
     ONE_OF_TODAY,
     OUTSIDE,
     PRODUCTS,
@@ -85,7 +85,7 @@ def main(folder: str, kind: str, steps: str, settings: str = "") -> None:
     y = random.integers(0, 10, samples)
     result = {}
     own = methods_by(kind, hvd.size())
-    outside = OUTSIDE + ONE_OF_TODAY + ROUNDED[::2] + CODED + PRODUCTS + ROBUST + BALANCED[1::2]
+    outside = OUTSIDE + ONE_OF_TODAY + ROUNDED[::2] + INT32 + PRODUCTS + ROBUST + BALANCED[1::2]
     for compressor in outside if settings == "outside" else own:
         model = network()
         if kind == "fit":
