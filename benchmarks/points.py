@@ -52,7 +52,7 @@ PYTORCH, TAPE, KERAS = FRAMEWORKS = ("PyTorch", "tape", "Keras")
 DENSE = "dense"
 
 
-def _variance(threshold: float, index_coding: str = "word") -> Compressor:
+def _variance(threshold: float, index_coding: str = "elias_fano") -> Compressor:
     # A step that is its own sample sends all at first with alpha below 1: zeta goes further.
     alpha, zeta = max(threshold, 1.0), 0.999 * min(threshold, 1.0)
     return VarianceCompressor(alpha, zeta, moments="step", index_coding=index_coding)
@@ -60,13 +60,13 @@ def _variance(threshold: float, index_coding: str = "word") -> Compressor:
 
 WORDS: dict[str, Callable[[float], Compressor]] = {
     "Variance": _variance,
-    "Variance, Elias-Fano": partial(_variance, index_coding="elias_fano"),
+    "Variance, int32": partial(_variance, index_coding="int32"),
     "Hybrid": lambda t: HybridCompressor(tau=0.1, alpha=t, moments="step"),
     "Strom": lambda t: StromCompressor(tau=t),
 }
 LARGEST: dict[str, Callable[[float], Compressor]] = {
     "Sparse GD": lambda d: SparseGDCompressor(density=d),
-    "Sparse GD, Elias-Fano": lambda d: SparseGDCompressor(density=d, index_coding="elias_fano"),
+    "Sparse GD, int32": lambda d: SparseGDCompressor(density=d, index_coding="int32"),
     "DGC": lambda d: DGCCompressor(density=d, momentum=0.9),
     "EGC": lambda d: EGCCompressor(K=1 / d, momentum=0.9),
     "Gradient Dropping": lambda d: GradientDroppingCompressor(ratio=1 - d),

@@ -43,8 +43,7 @@ from hvd_gradcomp import (
     balanced,
     robust,
 )
-from hvd_gradcomp.codecs.sparse import StepInputs
-from hvd_gradcomp.codecs.threshold import ThresholdCompressor
+from hvd_gradcomp.codecs.sparse import SparseCompressor, StepInputs
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.compressor import Context
 
@@ -57,7 +56,7 @@ def encode_step(compressor, ops, layout, level, step, gradient, state):
 
 def decode_step(compressor, ops, layout, payloads, out):
     """The sum of a sparse method's payloads, as received."""
-    if isinstance(compressor, ThresholdCompressor):
+    if isinstance(compressor, SparseCompressor):
         context = Context(layout, 0, payloads.bodies.shape[0], 0)
         header = wire.Header(0, 0, 0, payloads.level.index, 0, 0)
         _, bodies = compressor.check_bodies(ops, context, payloads.level, header, payloads.bodies)
@@ -72,8 +71,8 @@ VARIANCE_FED_BACK = VarianceCompressor(alpha=1.5, zeta=0.9, feedback_rounding=Tr
 HYBRID = HybridCompressor(tau=0.5)
 STROM = StromCompressor(tau=0.7)
 STROM_LATEST = StromCompressor(tau=0.7, capacity="latest")
-VARIANCE_CODED = VarianceCompressor(alpha=0.5, index_coding="elias_fano")
-HYBRID_CODED = HybridCompressor(tau=0.5, capacity="latest", index_coding="elias_fano")
+VARIANCE_INT32 = VarianceCompressor(alpha=0.5, index_coding="int32")
+HYBRID_INT32 = HybridCompressor(tau=0.5, capacity="latest", index_coding="int32")
 SPARSE_GD = SparseGDCompressor(density=0.05)
 SPARSE_GD_INT32 = SparseGDCompressor(density=0.02, index_coding="int32")
 DROPPING = GradientDroppingCompressor(ratio=0.95)
@@ -83,7 +82,7 @@ DGC_WARMED_UP = DGCCompressor(
 )
 EGC = EGCCompressor(K=20, momentum=0.9, entropy_interval=3)
 EGC_PLAIN = EGCCompressor(K=40, bins=16, momentum=0.0, entropy_interval=1)
-EGC_CODED = EGCCompressor(K=40, momentum=0.9, entropy_interval=3, index_coding="elias_fano")
+EGC_INT32 = EGCCompressor(K=40, momentum=0.9, entropy_interval=3, index_coding="int32")
 SCALECOM = ScaleComCompressor(density=0.05)
 SCALECOM_FILTERED = ScaleComCompressor(density=0.1, beta=0.5)
 QSGD = QSGDCompressor()
@@ -96,7 +95,7 @@ ONEBIT_TWO_SHOT = OneBitCompressor(exchange="two_shot")
 TWO_PHASES = after(3, StromCompressor(tau=0.7), DGCCompressor(density=0.05, momentum=0.9))
 
 LINEAR: list[Compressor] = [NONE, FP16]
-WORDS: list[Compressor] = [VARIANCE, VARIANCE_FED_BACK, HYBRID, STROM, STROM_LATEST, VARIANCE_CODED]
+WORDS: list[Compressor] = [VARIANCE, VARIANCE_FED_BACK, HYBRID, STROM, STROM_LATEST, VARIANCE_INT32]
 LARGEST: list[Compressor] = [
     SPARSE_GD,
     SPARSE_GD_INT32,
@@ -105,7 +104,7 @@ LARGEST: list[Compressor] = [
     DGC_WARMED_UP,
     EGC,
     EGC_PLAIN,
-    EGC_CODED,
+    EGC_INT32,
 ]
 LEADER: list[Compressor] = [SCALECOM, SCALECOM_FILTERED]
 QUANTIZED: list[Compressor] = [
@@ -144,7 +143,7 @@ LGC_SERVER_AS_PRINTED = LGCCompressor(
     train_steps=60,
     ae_lr=0.005,
     common_rank=0,
-    index_coding="delta",
+    index_coding="int32",
     feedback="paper",
     momentum=0.5,
     retrain_loss=50.0,
@@ -188,23 +187,23 @@ TODAY: list[Compressor] = [
     OkTopKCompressor(density=0.05, values="int8", exchange="two_shot", max_norm=1.0),
     OkTopKCompressor(density=0.05, values="int2", exchange="allgather"),
 ]
-# Sparse methods with rounded values, or with another code for their indices.
+# Sparse methods with rounded values, or with plain indices.
 ROUNDED: list[Compressor] = [
     SparseGDCompressor(density=0.05, values="int8"),
     SparseGDCompressor(density=0.05, index_coding="int32", values="bfloat16"),
     GradientDroppingCompressor(ratio=0.95, values="int4"),
-    DGCCompressor(density=0.05, momentum=0.9, index_coding="elias_fano", values="int2"),
+    DGCCompressor(density=0.05, momentum=0.9, index_coding="int32", values="int2"),
     DGCCompressor(density=0.05, momentum=0.5, nesterov=True, warmup_steps=6, values="sign"),
     EGCCompressor(K=20, momentum=0.9, entropy_interval=3, values="int4"),
     EGCCompressor(K=20, momentum=0.0, entropy_interval=3, values="bfloat16"),
     ScaleComCompressor(density=0.05, values="int8"),
     ScaleComCompressor(density=0.1, beta=0.5, values="int2"),
 ]
-CODED: list[Compressor] = [
-    HYBRID_CODED,
-    StromCompressor(tau=0.7, index_coding="elias_fano"),
-    SparseGDCompressor(density=0.02, index_coding="elias_fano"),
-    ScaleComCompressor(density=0.05, index_coding="elias_fano"),
+INT32: list[Compressor] = [
+    HYBRID_INT32,
+    StromCompressor(tau=0.7, index_coding="int32"),
+    SparseGDCompressor(density=0.02, index_coding="int32"),
+    ScaleComCompressor(density=0.05, index_coding="int32"),
 ]
 PRODUCTS: list[Compressor] = [
     PowerSGDCompressor(rank=3, min_ratio=1.0),
@@ -222,7 +221,7 @@ ROBUST: list[Compressor] = [
 BALANCED: list[Compressor] = [
     balanced(StromCompressor(tau=0.7), "two_shot"),
     balanced(VARIANCE, "two_shot", "bfloat16"),
-    balanced(HYBRID_CODED, "two_shot", slack=2.0),
+    balanced(HYBRID_INT32, "two_shot", slack=2.0),
     balanced(DGCCompressor(density=0.05, momentum=0.9, warmup_steps=6, clip_norm=1.0), "two_shot"),
 ]
 EVERY = LINEAR + WORDS + LARGEST + LEADER + QUANTIZED + PHASED

@@ -40,7 +40,7 @@ class DGCCompressor(MomentumCorrected):
         steps_per_epoch: steps of an epoch; needed with `warmup_epochs`.
         warmup_steps: the length of the warm-up in steps, instead of the two above.
         warmup: densities of the warm-up, in (0, 1].
-        index_coding: "delta", packed; "elias_fano", fewer bits; or "int32", plain.
+        index_coding: "elias_fano", packed, or "int32", plain.
         values: code of the sent values: "float32", "bfloat16", "int8", "int4", "int2" or "sign";
             fewer bits send less of a layer that sends many. What rounding takes stays in `r`.
             Neighbours in a layer, some 4,096 at most, share a scale or a codebook, which is sent
@@ -69,7 +69,7 @@ class DGCCompressor(MomentumCorrected):
     warmup_steps: int | None = None
     warmup: Sequence[float] = (0.25, 0.0625, 0.015625, 0.004)
     masking: bool = True
-    index_coding: str = "delta"
+    index_coding: str = "elias_fano"
     values: str = "float32"
 
     def __post_init__(self) -> None:

@@ -52,7 +52,7 @@ class EGCCompressor(MomentumCorrected):
             momentum is then set to 0; 0 disables the correction.
         nesterov: the look-ahead variant; None takes it over as well.
         masking: also clear the velocity of sent elements.
-        index_coding: "delta", packed; "elias_fano", fewer bits; or "int32", plain.
+        index_coding: "elias_fano", packed, or "int32", plain.
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
@@ -80,7 +80,7 @@ class EGCCompressor(MomentumCorrected):
     momentum: float | None = None
     nesterov: bool | None = None
     masking: bool = True
-    index_coding: str = "delta"
+    index_coding: str = "elias_fano"
     max_norm: float | None = None
     values: str = "float32"
 

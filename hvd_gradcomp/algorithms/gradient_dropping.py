@@ -24,7 +24,7 @@ class GradientDroppingCompressor(ResidualTopK):
 
     Args:
         ratio: share of elements to drop, in (0, 1); larger sends less. The paper uses 0.99.
-        index_coding: "delta", packed; "elias_fano", fewer bits; or "int32", plain.
+        index_coding: "elias_fano", packed, or "int32", plain.
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
@@ -39,12 +39,12 @@ class GradientDroppingCompressor(ResidualTopK):
     Raises:
         ValueError: a hyper-parameter is out of range.
 
-    >>> GradientDroppingCompressor()
-    GradientDroppingCompressor(ratio=0.99, index_coding='delta', max_norm=None, values='float32')
+    >>> print(GradientDroppingCompressor(ratio=0.98))
+    GradientDroppingCompressor(ratio=0.98)
     """
 
     ratio: float = 0.99
-    index_coding: str = "delta"
+    index_coding: str = "elias_fano"
     max_norm: float | None = None
     values: str = "float32"
 

@@ -23,9 +23,10 @@ class HybridCompressor(ThresholdCompressor):
     sent, `v = max(v - 2*|r|*tau + tau*tau, 0)` and `r -= sign(r)*tau`; then `v *= zeta`
     everywhere. `g` and `q` as in `VarianceCompressor`.
 
-    What travels: one 32-bit word for each sent element (sign, 31 bits of index) by allgather; two
-    bits for each element if most are sent. If that is more bytes, 4 bytes for each element of the
-    bucket, by allreduce. State: `r` and `v`, 8 bytes for each element.
+    What travels: a sign and a packed index for each sent element, about `log2(n / k) + 3` bits for
+    each of k of n, by allgather; two bits for each element if most are sent. If that is more
+    bytes, 4 bytes for each element of the bucket, by allreduce. State: `r` and `v`, 8 bytes for
+    each element.
 
     Args:
         tau: the threshold, in units of the gradient, positive; larger sends less.
@@ -36,7 +37,7 @@ class HybridCompressor(ThresholdCompressor):
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
         capacity: what a payload has room for, "largest" or "latest"; see `VarianceCompressor`.
-        index_coding: "word", 31 bits for each index, or "elias_fano"; see `VarianceCompressor`.
+        index_coding: "elias_fano" or "int32", 31 bits for each; see `VarianceCompressor`.
 
     Differs from the paper: Algorithm 2 lists `r -= sign(r)*tau` above the correction of `v`; the
     derivation in section 4.5, the sum of squares of `a - b`, needs the earlier `r`.
@@ -54,7 +55,7 @@ class HybridCompressor(ThresholdCompressor):
     moments: str = "auto"
     max_norm: float | None = None
     capacity: str = "largest"
-    index_coding: str = "word"
+    index_coding: str = "elias_fano"
 
     uses_moments = True
 

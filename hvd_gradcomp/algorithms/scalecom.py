@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from hvd_gradcomp.algorithms.sparse_gd import SparseGDCompressor
 from hvd_gradcomp.codecs.clipping import Clipping
+from hvd_gradcomp.codecs.indices import CODINGS, Words
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.codecs.topk import BodySpec, form_of
+from hvd_gradcomp.codecs.topk import BodySpec
 from hvd_gradcomp.codecs.values import VALUES
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.collectives import Allgather, Allreduce
@@ -48,7 +49,7 @@ class ScaleComCompressor(Clipping, Handover):
             dense.
         beta: of the low-pass filter on the residual, in (0, 1]; 1 keeps everything that was not
             sent, smaller values forget by design.
-        index_coding: "delta", packed; "elias_fano", fewer bits; or "int32", plain.
+        index_coding: "elias_fano", packed, or "int32", plain.
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
@@ -70,7 +71,7 @@ class ScaleComCompressor(Clipping, Handover):
 
     density: float = 0.01
     beta: float = 1.0
-    index_coding: str = "delta"
+    index_coding: str = "elias_fano"
     max_norm: float | None = None
     values: str = "float32"
 
@@ -79,7 +80,7 @@ class ScaleComCompressor(Clipping, Handover):
     def __post_init__(self) -> None:
         validate.real(self, "density", low=0, high=1, closed="]")
         validate.real(self, "beta", low=0, high=1, closed="]")
-        validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+        validate.one_of(self, "index_coding", CODINGS)
         validate.one_of(self, "values", VALUES)
         self.validate_max_norm()
 
@@ -182,9 +183,7 @@ class ScaleComCompressor(Clipping, Handover):
 
     def value_parts(self, layout: Layout) -> dict[str, wire.Part]:
         """Return the parts of the body that holds rounded values."""
-        return self.topk.value_coding.parts(
-            self.topk.capacity(layout), self.topk.value_groups(layout)
-        )
+        return self.topk.value_parts(layout, self.topk.capacity(layout))
 
     def value_bytes(self, layout: Layout) -> int:
         """Return the bytes of the rounded values, header included."""
@@ -198,13 +197,16 @@ class ScaleComCompressor(Clipping, Handover):
         return self.choice_bytes(layout) + values
 
     def choice_form(self, ops: Ops, layout: Layout) -> Form | None:
-        """Return the offsets of the broadcast's parts; None if no fused kernel supports them."""
-        passes = ops.topk_kernels
-        if passes is None or not passes.leads or self.topk.rule is None:
+        """Return the broadcast's plain body; None if no fused kernel supports it."""
+        kernels, topk = ops.topk_kernels, self.topk
+        if kernels is None or not kernels.leads or topk.rule is None or topk.rounds:
             return None
-        form = form_of(self.topk, layout, self.topk.capacity(layout))
-        size = self.choice_bytes(layout) - wire.HEADER_BYTES
-        return form and form._replace(size=size, values=size)
+        return Form(topk.capacity(layout), valued=False)
+
+    def choice_words(self, layout: Layout) -> Words:
+        """Return the words of the broadcast's plain body: all of it."""
+        capacity = self.topk.capacity(layout)
+        return Words(0, capacity, (capacity,), layout.sink)
 
     def choose(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Tensor:
         """Encode the leader's payload: the indices of its largest error-compensated elements."""
@@ -216,11 +218,13 @@ class ScaleComCompressor(Clipping, Handover):
             body, count = written.body, written.sent
         else:
             k_per_layer, whole = ops.words(most), r + gradient
-            parts, index, _, _ = self.topk.select(
-                ops, scope, context.step, whole, k_per_layer, None
+            capacity = self.topk.capacity(layout)
+            index, _, _ = self.topk.select(
+                ops, scope, context.step, whole, k_per_layer, None, capacity
             )
-            body = wire.pack_body(ops, self.choice_parts(layout), parts)
+            body = ops.to_bytes(index, "uint32")
             count = ops.sum(ops.cast(index < layout.sink, "int64"))
+        body = self.topk.coding.encode_body(ops, self.choice_words(layout), body)
         return wire.pack(ops, self._header(context)._replace(sent=count, wanted=count), body)
 
     def _header(self, context: Context) -> wire.Header:
@@ -230,15 +234,19 @@ class ScaleComCompressor(Clipping, Handover):
     def chosen(self, ops: Ops, context: Context, buffer: Tensor) -> Tensor:
         """Decode the leader's indices from its payload [1, bytes]; int64 [capacity].
 
-        For fused kernels, return the raw body, which they decode themselves.
+        For fused kernels, return the plain body, which they read themselves.
+
+        Raises:
+            PayloadError: indices do not ascend.
         """
         layout = context.layout
         header, bodies = wire.unpack(ops, self._header(context), buffer)
+        words = self.choice_words(layout)
+        bodies, ascending = self.topk.coding.decode_bodies(ops, words, bodies)
+        header = patterns.check_ascending(ops, ascending, header)
         if self.choice_form(ops, layout) is not None:
             return bodies[0] if header.intact is None else ops.where(header.intact, bodies[0], 0)
-        payload = wire.unpack_body(ops, self.choice_parts(layout), bodies)
-        parts = {name: part[0] for name, part in payload.items()}
-        index = self.topk.coding.decode(ops, layout, parts, self.topk.capacity(layout))
+        index = ops.from_bytes(bodies[0], "uint32")
         if header.intact is not None:
             index = ops.where(header.intact, index, layout.sink)
         return index

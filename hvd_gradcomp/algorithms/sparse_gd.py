@@ -45,7 +45,7 @@ class SparseGDCompressor(ResidualTopK):
     Args:
         density: share of elements to send, in (0, 1]; smaller sends less. At 1 layers are sent
             dense.
-        index_coding: "delta", packed; "elias_fano", fewer bits; or "int32", plain.
+        index_coding: "elias_fano", packed, or "int32", plain.
         max_norm: each rank clips the norm of each layer of its own gradient to
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
@@ -60,11 +60,11 @@ class SparseGDCompressor(ResidualTopK):
         ValueError: a hyper-parameter is out of range.
 
     >>> SparseGDCompressor()
-    SparseGDCompressor(density=0.001, index_coding='delta', max_norm=None, values='float32')
+    SparseGDCompressor(density=0.001, index_coding='elias_fano', max_norm=None, values='float32')
     """
 
     density: float = 0.001
-    index_coding: str = "delta"
+    index_coding: str = "elias_fano"
     max_norm: float | None = None
     values: str = "float32"
 

@@ -22,9 +22,10 @@ class StromCompressor(ThresholdCompressor):
     Each step and element: `r += g`; where `|r| > tau`, `sign(r)` is sent and
     `r -= sign(r) * tau`; the rest stays.
 
-    What travels: one 32-bit word for each sent element (sign, 31 bits of index) by allgather; two
-    bits for each element if most are sent. If that is more bytes, 4 bytes for each element of the
-    bucket, by allreduce. State: `r`, 4 bytes for each element.
+    What travels: a sign and a packed index for each sent element, about `log2(n / k) + 3` bits for
+    each of k of n, by allgather; two bits for each element if most are sent. If that is more
+    bytes, 4 bytes for each element of the bucket, by allreduce. State: `r`, 4 bytes for each
+    element.
 
     Args:
         tau: the threshold, in units of the gradient, positive; larger sends less. The variance
@@ -33,7 +34,7 @@ class StromCompressor(ThresholdCompressor):
             `max_norm / sqrt(ranks)` before accumulating, so that a bad batch does not fill the
             residual; positive; smaller clips more. None clips nothing.
         capacity: what a payload has room for, "largest" or "latest"; see `VarianceCompressor`.
-        index_coding: "word", 31 bits for each index, or "elias_fano"; see `VarianceCompressor`.
+        index_coding: "elias_fano" or "int32", 31 bits for each; see `VarianceCompressor`.
 
     Raises:
         ValueError: `tau` is not a positive number.
@@ -45,7 +46,7 @@ class StromCompressor(ThresholdCompressor):
     tau: float = 0.1
     max_norm: float | None = None
     capacity: str = "largest"
-    index_coding: str = "word"
+    index_coding: str = "elias_fano"
 
     def __post_init__(self) -> None:
         validate.real(self, "tau", low=0)

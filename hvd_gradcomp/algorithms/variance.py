@@ -74,9 +74,10 @@ class VarianceCompressor(ThresholdCompressor):
     elsewhere `v *= zeta`. `g` is the gradient averaged over the local batch `B` and
     `q = sum over samples z of (grad_z / B)**2`.
 
-    What travels: one 32-bit word for each sent element (sign, 3 bits of exponent, 28 bits of index)
-    and one exponent byte for each layer, by allgather; one byte for each element if most are sent.
-    If that is more bytes, 4 bytes for each element of the bucket, by allreduce.
+    What travels: a sign, 3 bits of exponent and a packed index for each sent element, about
+    `log2(n / k) + 6` bits for each of k of n, and one exponent byte for each layer, by allgather;
+    one byte for each element if most are sent. If that is more bytes, 4 bytes for each element of
+    the bucket, by allreduce.
     State: `r` and `v`, 8 bytes for each element.
 
     Args:
@@ -94,8 +95,8 @@ class VarianceCompressor(ThresholdCompressor):
         capacity: what a payload has room for: "largest", what the largest of the last 16 steps
             needed, so that sizes hardly change; or "latest", three quarters of what the last step
             needed, which moves fewer bytes, of a new size in most steps. What does not fit waits.
-        index_coding: "word", 28 bits for each index, beside its code in a word; or "elias_fano",
-            about `log2(n / k) + 2` bits for k of n elements.
+        index_coding: "elias_fano", about `log2(n / k) + 2` bits for each of k of n indices; or
+            "int32", one 32-bit word for each element, its code above 28 bits of index.
 
     Differs from the paper: an element that the 4-bit code cannot express (`d > 7`) stays in `r`
     and `v`; the paper drops it. Rounding errors are dropped as in the paper unless
@@ -114,7 +115,7 @@ class VarianceCompressor(ThresholdCompressor):
     feedback_rounding: bool = False
     max_norm: float | None = None
     capacity: str = "largest"
-    index_coding: str = "word"
+    index_coding: str = "elias_fano"
 
     uses_moments = True
     quantizer = PowerOfTwo()

@@ -50,17 +50,13 @@ def usual(scale: float = 1.0) -> dict[str, Compressor]:
     return {
         "fp16": hvd_gradcomp.FP16Compressor(),
         "variance": hvd_gradcomp.VarianceCompressor(alpha=2.0),
-        "variance-coded": hvd_gradcomp.VarianceCompressor(
-            alpha=2.0, capacity="latest", index_coding="elias_fano"
-        ),
+        "variance-coded": hvd_gradcomp.VarianceCompressor(alpha=2.0, capacity="latest"),
         "hybrid": hvd_gradcomp.HybridCompressor(tau=_rounded(0.1 * scale), alpha=2.0),
         "strom": hvd_gradcomp.StromCompressor(tau=_rounded(19.1 * scale)),
         "egc": hvd_gradcomp.EGCCompressor(K=1024),
         "dgc": hvd_gradcomp.DGCCompressor(density=0.001),
         "sparse-gd": hvd_gradcomp.SparseGDCompressor(density=0.001),
-        "sparse-gd-coded": hvd_gradcomp.SparseGDCompressor(
-            density=0.001, index_coding="elias_fano", values="int4"
-        ),
+        "sparse-gd-coded": hvd_gradcomp.SparseGDCompressor(density=0.001, values="int4"),
         "gradient-dropping": hvd_gradcomp.GradientDroppingCompressor(ratio=0.99),
         "scalecom": hvd_gradcomp.ScaleComCompressor(density=0.001),
         "qsgd": hvd_gradcomp.QSGDCompressor(bits=4),

@@ -100,15 +100,14 @@ def choose(
     layout, step = context.layout, context.step
     scope, fixed = Scope(layout, whole=True), isinstance(k, int)
     if ops.topk_kernels is not None:
-        plain = Form.plain(k)
-        form = plain if fixed else ops.words(plain.numbers)
+        form = Form(k)
         quota, limits = (None, (k,)) if fixed else (ops.words((k,)), (most,))
         before = ops.zeros((len(layout.names),), "int64")
         written = ops.topk_kernels.write(
             Collecting(), scope, form, step, quota, limits, hint, (gradient,), r, before
         )
-        index = ops.from_bytes(written.body[: 4 * k], "uint32")
-        values = ops.from_bytes(written.body[4 * k :], "float32")
+        index = ops.from_bytes(written.body[form.index :], "uint32")
+        values = ops.from_bytes(written.body[: form.index], "float32")
         accumulated = written.memory[0]
         if ops.topk_kernels.removes:
             accumulated = ops.put(accumulated, index, values)

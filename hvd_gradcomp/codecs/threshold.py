@@ -7,8 +7,8 @@
 A method implements `select_mask` and `commit`, and names a quantizer. A step's payload is either
 
 * words: one 32-bit word for each slot of the level's capacity, the code above the index; unused
-  slots point to the bucket's sink. With `index_coding="elias_fano"` indices and codes travel
-  apart, in fewer bits; or
+  slots point to the bucket's sink. By default indices and codes travel apart, in fewer bits, see
+  `codecs.indices`; or
 * places, on the dense level: `code + 1` for each element of the bucket, in `dense_bits` bits. If
   the dense level is summed, the decoded values are allreduced instead.
 """
@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import lru_cache
-from typing import Any
 
 from hvd_gradcomp.codecs.compaction import SentElements, select
-from hvd_gradcomp.codecs.elias_fano import EliasFano, low_bits
+from hvd_gradcomp.codecs.indices import CODINGS, Words
 from hvd_gradcomp.codecs.quantizers import Quantizer
 from hvd_gradcomp.codecs.sparse import (
     Encoded,
@@ -35,13 +34,11 @@ from hvd_gradcomp.core.capacity import POLICIES, CapacityPolicy, CapacitySchedul
 from hvd_gradcomp.core.compressor import Context, Report, State, derived
 from hvd_gradcomp.core.cost_model import most_gathered
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.ops import Ops, PayloadError, Tensor
+from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.interface.bitpack import GROUP
-from hvd_gradcomp.ops.interface.header import BEYOND, ReductionSpec
+from hvd_gradcomp.ops.interface.header import ReductionSpec
 from hvd_gradcomp.ops.kernel_params import CapacityLevel, Rule
 from hvd_gradcomp.ops.scope import layer_of
-
-INDEX_CODINGS = ("word", "elias_fano")
 
 
 class ThresholdCompressor(SparseCompressor):
@@ -49,13 +46,13 @@ class ThresholdCompressor(SparseCompressor):
 
     Attributes:
         capacity: how the capacity follows demand; a key of `capacity.POLICIES`.
-        index_coding: code of the indices; one of `INDEX_CODINGS`.
+        index_coding: code of the indices; a name in `indices.CODINGS`.
     """
 
     rule: Rule | None = None
     sends_any_number = True
     capacity: str = "largest"
-    index_coding: str = "word"
+    index_coding: str = "elias_fano"
     kernel_methods = frozenset({"select_mask", "commit", "quantizer"})
 
     @derived
@@ -97,14 +94,14 @@ class ThresholdCompressor(SparseCompressor):
     def validate_payload(self) -> None:
         """Raise `ValueError` if `capacity` or `index_coding` is not one of its values."""
         validate.one_of(self, "capacity", tuple(POLICIES))
-        validate.one_of(self, "index_coding", INDEX_CODINGS)
+        validate.one_of(self, "index_coding", CODINGS)
 
     def report(self, layout: Layout, state: State, steps: int, since: int = 0) -> Report:
         report = super().report(layout, state, steps, since)
         return report._replace(rung_changes=int(state.capacity.changes))
 
     def parts(self, layout: Layout, level: CapacityLevel) -> dict[str, wire.Part]:
-        """Return the parts of a payload's body at one level; `level.dense` is a Python bool."""
+        """Return the parts of a body with plain words at a level; `dense` is a Python bool."""
         side = self.quantizer.side_parts(layout)
         if level.dense:
             return {**side, "places": wire.Part("uint8", self._dense_bytes(layout))}
@@ -114,17 +111,16 @@ class ThresholdCompressor(SparseCompressor):
         return layout.size * self.quantizer.dense_bits // 8
 
     def body_bytes(self, layout: Layout, level: CapacityLevel) -> int:
-        coded = self.index_coding != "word" and not level.dense
-        if not coded:
+        if level.dense or self.index_coding == "int32":
             return int(wire.body_bytes(self.parts(layout, level)))
-        code = EliasFano.of(1, level.capacity, layout.sink)
-        return int(wire.body_bytes(self.coded_parts(layout, code)))
+        return int(wire.body_bytes(self.coded_parts(layout, level.capacity)))
 
-    def coded_parts(self, layout: Layout, code: EliasFano) -> dict[str, wire.Part]:
+    def coded_parts(self, layout: Layout, capacity: int) -> dict[str, wire.Part]:
         """Return the parts of a body whose indices travel apart from their codes."""
-        codes = (code.count + GROUP - 1) // GROUP * self.quantizer.bits
+        codes = (capacity + GROUP - 1) // GROUP * self.quantizer.bits
+        index = CODINGS[self.index_coding].parts(layout, capacity)
         side = self.quantizer.side_parts(layout)
-        return {**side, **code.parts(), "codes": wire.Part("uint32", codes)}
+        return {**side, **index, "codes": wire.Part("uint32", codes)}
 
     # -- one step ----------------------------------------------------------------------------
 
@@ -134,7 +130,7 @@ class ThresholdCompressor(SparseCompressor):
         if ops.threshold_kernels is not None and self.rule is not None:
             arguments = state.memory, gradient, moment, state.sent
             written = ops.threshold_kernels.write(self.rule, layout, level, step, *arguments)
-            body = self._from_kernel(ops, context, level, written.body)
+            body = self._coded(ops, context, level, written.body)
             encoded = Encoded(body, written.sent, written.wanted, commit=written.commit)
             memory = type(state.memory)(*written.memory)
             return encoded, state._replace(memory=memory, sent=written.per_layer)
@@ -146,14 +142,10 @@ class ThresholdCompressor(SparseCompressor):
 
         def words() -> tuple[Tensor, SentElements]:
             sent = selection.fitting(code, level.capacity, step)
-            if self.index_coding != "word":
-                parts = self.quantizer.side_parts(layout)
-                pieces = wire.pack_pieces(ops, parts, side)
-                pieces.append(self._apart(ops, context, level, sent.code, sent.index))
-                return ops.concat(pieces), sent
             word = sent.code * (1 << self._index_bits) + sent.index
             branch = level._replace(dense=False)
-            return wire.pack_body(ops, self.parts(layout, branch), {**side, "words": word}), sent
+            body = wire.pack_body(ops, self.parts(layout, branch), {**side, "words": word})
+            return self._coded(ops, context, branch, body), sent
 
         def places() -> tuple[Tensor, SentElements]:
             dense, sent = selection.spread(code)
@@ -171,43 +163,19 @@ class ThresholdCompressor(SparseCompressor):
         encoded = Encoded(body, sent.count, selection.count(), undo_log)
         return encoded, state._replace(memory=memory, sent=state.sent + sent.per_layer)
 
-    def _code(self, ops: Ops, context: Context, level: CapacityLevel) -> EliasFano:
-        """Return the code of the indices at a level; its sizes may be scalars of a graph."""
+    def _words(self, context: Context, level: CapacityLevel) -> Words:
+        """Return where the words of a body stand at a level."""
         layout = context.layout
-        if isinstance(level.capacity, int):
-            return EliasFano.of(1, level.capacity, layout.sink)
+        side = int(wire.body_bytes(self.quantizer.side_parts(layout)))
         capacities = self.capacity_schedule(layout, context.size).capacities
-        low = [low_bits(capacity, layout.sink) for capacity in (*capacities, 1)]
-        place = ops.bisect(capacities, level.capacity)
-        return EliasFano(1, level.capacity, layout.sink, ops.choice(low, place))
+        return Words(side, level.capacity, capacities, layout.sink, self.quantizer.bits)
 
-    def _apart(
-        self, ops: Ops, context: Context, level: CapacityLevel, codes: Tensor, index: Tensor
-    ) -> Tensor:
-        """Pack codes, and apart from them their indices; uint8, without what is sent of layers."""
-        form = self._apart_form(ops, context, level)
-        return ops.encode_pairs(codes, index, *form)
-
-    def _apart_form(
-        self, ops: Ops, context: Context, level: CapacityLevel
-    ) -> tuple[Any, Any, int, int]:
-        """Return low bits, width, universe and bits of a code; see `Ops.encode_pairs`."""
-        code = self._code(ops, context, level)
-        return code.low, code.width, code.universe, self.quantizer.bits
-
-    def _from_kernel(
-        self, ops: Ops, context: Context, level: CapacityLevel, body: Tensor
-    ) -> Tensor:
-        """Return the body that travels, from that of a fused kernel, which writes words."""
-        if self.index_coding == "word" or level.dense is True:
+    def _coded(self, ops: Ops, context: Context, level: CapacityLevel, body: Tensor) -> Tensor:
+        """Return the body that travels, from one of plain words or places."""
+        if self.index_coding == "int32" or level.dense is True:
             return body
-        side = int(wire.body_bytes(self.quantizer.side_parts(context.layout)))
-
-        def apart() -> Tensor:
-            form = self._apart_form(ops, context, level)
-            return ops.encode_words(body, side, level.capacity, *form)
-
-        return ops.cond(level.dense, lambda: body, apart)
+        coding, words = CODINGS[self.index_coding], self._words(context, level)
+        return ops.cond(level.dense, lambda: body, lambda: coding.encode_body(ops, words, body))
 
     def check_bodies(
         self,
@@ -222,24 +190,15 @@ class ThresholdCompressor(SparseCompressor):
         Raises:
             PayloadError: indices do not ascend.
         """
-        if self.index_coding == "word" or level.dense is True:
+        if self.index_coding == "int32" or level.dense is True:
             return super().check_bodies(ops, context, level, header, bodies)
-        layout, ranks = context.layout, bodies.shape[0]
-        side = int(wire.body_bytes(self.quantizer.side_parts(layout)))
-
-        def words() -> tuple[Tensor, Tensor]:
-            form = self._apart_form(ops, context, level)
-            return ops.decode_words(bodies, side, level.capacity, *form)
-
-        def as_is() -> tuple[Tensor, Tensor]:
-            return bodies, ops.full((ranks,), 0) == 0
-
-        bodies, sound = ops.cond(level.dense, as_is, words)
-        intact = ops.require({BEYOND: sound}, PayloadError)
-        if intact is not None:
-            intact = intact if header.intact is None else header.intact & intact
-            header = header._replace(intact=intact, weights=None)
-        return header, bodies
+        coding, words = CODINGS[self.index_coding], self._words(context, level)
+        bodies, ascending = ops.cond(
+            level.dense,
+            lambda: (bodies, ops.full((bodies.shape[0],), 0) == 0),
+            lambda: coding.decode_bodies(ops, words, bodies),
+        )
+        return patterns.check_ascending(ops, ascending, header), bodies
 
     @property
     def _index_bits(self) -> int:
@@ -265,7 +224,7 @@ class ThresholdCompressor(SparseCompressor):
     def reduction_spec(self, context: Context, level: CapacityLevel) -> ReductionSpec:
         layout, ascending = context.layout, None
         side = self.quantizer.side_parts(layout)
-        if level.dense is False and self.index_coding == "word":
+        if level.dense is False and self.index_coding == "int32":
             mask = (1 << self._index_bits) - 1
             ascending = int(wire.body_bytes(side)) // 4, level.capacity, mask, layout.size
         return patterns.reduction_spec(context, side, ascending)
@@ -312,14 +271,13 @@ class ThresholdCompressor(SparseCompressor):
 @lru_cache(maxsize=1024)
 def _slots(compressor: ThresholdCompressor, layout: Layout, room: int) -> int:
     """Return the most elements that fit in so many bytes, without those sent once for a layer."""
-    if compressor.index_coding == "word":
+    if compressor.index_coding == "int32":
         return room // 4
     side = int(wire.body_bytes(compressor.quantizer.side_parts(layout)))
     low, high = 0, layout.size
     while low < high:
         middle = (low + high + 1) // 2
-        code = EliasFano.of(1, middle, layout.sink)
-        fits = wire.body_bytes(compressor.coded_parts(layout, code)) - side <= room
+        fits = wire.body_bytes(compressor.coded_parts(layout, middle)) - side <= room
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 

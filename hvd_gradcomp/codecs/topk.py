@@ -7,10 +7,10 @@
 
 The selection is exact and sorts no layer; see `codecs.topk_select`.
 
-Zeros are never sent. Payload: coded values and indices, of a fixed size, or of one of a few sizes
-if the number of elements changes. What rounding takes from a value stays in the memory's first
-field. If an allgather would move more bytes than an allreduce of the bucket, the decoded payloads
-are allreduced instead.
+Zeros are never sent. Payload: coded values, then coded indices, of a fixed size, or of one of a
+few sizes if the number of elements changes. What rounding takes from a value stays in the memory's
+first field. If an allgather would move more bytes than an allreduce of the bucket, the decoded
+payloads are allreduced instead.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from itertools import takewhile
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
-from hvd_gradcomp.codecs.indices import CODINGS, IndexCoding
+from hvd_gradcomp.codecs.indices import CODINGS, IndexCoding, Words
 from hvd_gradcomp.codecs.sparse import Encoded, Memory, Payloads, SparseCompressor, StepInputs
 from hvd_gradcomp.codecs.topk_select import largest, of_blocks
 from hvd_gradcomp.codecs.values import VALUES, ValueCoding, ValueGroups
 from hvd_gradcomp.core import patterns, validate, wire
 from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
+from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.core.cost_model import Exchange, dense_exchange, most_gathered
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
@@ -69,12 +70,12 @@ class TopKCompressor(SparseCompressor):
     )
 
     of_model: ClassVar[bool] = False
-    index_coding: str = "delta"
+    index_coding: str = "elias_fano"
     values: str = "float32"
 
     def validate_codings(self) -> None:
         """Raise a ValueError unless `index_coding` and `values` are names of codes."""
-        validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+        validate.one_of(self, "index_coding", CODINGS)
         validate.one_of(self, "values", VALUES)
 
     @abstractmethod
@@ -148,8 +149,11 @@ class TopKCompressor(SparseCompressor):
     def parts(self, layout: Layout, capacity: int | None = None) -> dict[str, wire.Part]:
         """Return the parts of a body with this capacity; by default the maximum."""
         capacity = self.capacity(layout) if capacity is None else capacity
-        values = self.value_coding.parts(capacity, self.value_groups(layout))
-        return {**self.coding.parts(layout, capacity), **values}
+        return {**self.value_parts(layout, capacity), **self.coding.parts(layout, capacity)}
+
+    def value_parts(self, layout: Layout, capacity: int) -> dict[str, wire.Part]:
+        """Return the parts of a body with this capacity that hold its values."""
+        return self.value_coding.parts(capacity, self.value_groups(layout))
 
     def body_bytes(self, layout: Layout, level: CapacityLevel | None = None) -> int:
         return int(wire.body_bytes(self.parts(layout, BodySpec.on(self, layout, level).capacity)))
@@ -181,17 +185,19 @@ class TopKCompressor(SparseCompressor):
         layout, step = context.layout, context.step
         scope, spec = Scope(layout, self.of_model), BodySpec.on(self, layout, level)
         wanted, state = self.k_per_layer(ops, layout, step, gradient, state)
-        form = None if self.rule is None else spec.form(ops)
-        if form is not None:
-            return _encode_fused(ops, scope, spec, form, step, wanted, gradient, state)
+        if self.rule is not None and spec.is_fused(ops):
+            encoded, state = _encode_fused(ops, scope, spec, step, wanted, gradient, state)
+            return encoded._replace(body=spec.coded(ops, encoded.body)), state
         k_per_layer, total = _shared(ops, spec, wanted)
         k_per_layer = ops.words(self.most(layout)) if k_per_layer is None else k_per_layer
         found, memory = self.collected(ops, scope, gradient, state)
-        chosen = self.select(ops, scope, step, memory[0], k_per_layer, found, level)
-        parts, index, values, hint = chosen
+        index, values, hint = self.select(
+            ops, scope, step, memory[0], k_per_layer, found, spec.capacity
+        )
         values, real = ops.bits_float(values), ops.cast(index < layout.sink, "int64")
         coded, decoded = spec.encode_values(ops, values, index)
-        body = wire.pack_body(ops, spec.parts(ops), {**parts, **coded})
+        body = wire.pack_body(ops, spec.plain_parts(ops), {**coded, "index": index})
+        body = spec.coded(ops, body)
         per_layer = ops.segment_sum(real, layer_of(ops, layout, index), len(layout.names))
         undo_log = self.undo_log(ops, memory, index, values)
         memory = self.commit(ops, memory, index)
@@ -230,57 +236,78 @@ class TopKCompressor(SparseCompressor):
         r: Tensor,
         k_per_layer: Tensor,
         found: Tensor | None,
-        level: CapacityLevel | None = None,
-    ) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
-        """Select the k largest |r|; return index parts, indices, bits of values, and the next hint.
+        capacity: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Select the k largest |r|; return their indices, bits of values, and the next hint.
 
         Args:
             found: indices of all elements above some bound; None to search here.
-            level: the capacity level; None for the maximum.
+            capacity: the number of indices to return, ascending, the last of them sinks.
         """
-        layout, spec = scope.layout, BodySpec.on(self, scope.layout, level)
-        selection, code, hint = largest(ops, scope, r, k_per_layer, self.most(layout), step, found)
-        sent = selection.fitting(code, spec.capacity, step)
-        parts, index, place = self.coding.encode(ops, layout, spec.parts(ops), sent.index, step)
-        values = ops.where(index < layout.sink, ops.gather(sent.code, place), 0)
-        return parts, index, values, hint
+        most = self.most(scope.layout)
+        selection, code, hint = largest(ops, scope, r, k_per_layer, most, step, found)
+        sent = selection.fitting(code, capacity, step)
+        return sent.index, sent.code, hint
+
+    def check_bodies(
+        self,
+        ops: Ops,
+        context: Context,
+        level: CapacityLevel,
+        header: wire.Header,
+        bodies: Tensor,
+    ) -> tuple[wire.Header, Tensor]:
+        """Return bodies with plain indices; see `SparseCompressor.check_bodies`.
+
+        Raises:
+            PayloadError: indices do not ascend.
+        """
+        bodies, ascending = BodySpec.on(self, context.layout, level).decoded(ops, bodies)
+        header = patterns.check_ascending(ops, ascending, header)
+        return super().check_bodies(ops, context, level, header, bodies)
 
     def ceilings(
         self, ops: Ops, layout: Layout, level: CapacityLevel, bodies: Tensor
     ) -> list[Tensor]:
         sent = BodySpec.on(self, layout, level)
-        if sent.form(ops) is not None and ops.topk_kernels.looks:
+        if sent.is_fused(ops) and ops.topk_kernels.looks:
             return []  # the summing kernel checks them
-        parts, values = sent.parts(ops), self.value_coding.parts(0, self.value_groups(layout))
+        parts, values = sent.plain_parts(ops), self.value_parts(layout, 0)
         payload = {name: wire.unpack_part(ops, parts, bodies, name) for name in values}
         return [self.value_coding.ceiling(ops, payload)]
 
     def decode_sum(self, ops: Ops, layout: Layout, payloads: Payloads, scratch: Tensor) -> Tensor:
         level, bodies, weights = payloads
         sent = BodySpec.on(self, layout, level)
-        form = sent.form(ops)
-        if form is not None:
-            bodies = sent.to_kernel(ops, bodies)
-            arguments, passes = (layout, form, bodies, weights, scratch), ops.topk_kernels
-            if passes.looks:
-                return passes.add(*arguments, patterns.LARGEST, wire.ANY_NOT_FINITE)
-            return passes.add(*arguments)
-        payload = wire.unpack_body(ops, sent.parts(ops), bodies)
+        if sent.is_fused(ops):
+            arguments, kernels = (layout, sent.form, bodies, weights, scratch), ops.topk_kernels
+            if kernels.looks:
+                return kernels.add(*arguments, patterns.LARGEST, wire.ANY_NOT_FINITE)
+            return kernels.add(*arguments)
+        payload = wire.unpack_body(ops, sent.plain_parts(ops), bodies)
         total = ops.clear(scratch)
         for rank in range(bodies.shape[0]):
             parts = {name: part[rank] for name, part in payload.items()}
-            index = self.coding.decode(ops, layout, parts, sent.capacity)
+            index = parts["index"]
             values = sent.decode_values(ops, parts, index)
             total = ops.add_at(total, index, values * weights[rank])
         return ops.clear_last(total)
 
 
 class BodySpec(NamedTuple):
-    """Body of a payload with a given capacity in elements."""
+    """Body of a payload with a given capacity in elements.
+
+    Attributes:
+        compressor: the method.
+        layout: of the bucket.
+        capacity: one of the compressor's; may be a scalar in a graph.
+        summed: True if the body stays on its rank, so that its indices stay plain.
+    """
 
     compressor: TopKCompressor
     layout: Layout
-    capacity: Any  # one of the compressor's; may be a scalar in a graph
+    capacity: Any
+    summed: bool = False
 
     @classmethod
     def on(
@@ -288,21 +315,51 @@ class BodySpec(NamedTuple):
     ) -> BodySpec:
         """Return the body at a capacity level; by default at the maximum."""
         capacities = compressor.capacities(layout)
+        summed = level is not None and level.summed
         if level is None or level.dense is True or len(capacities) == 1:
-            return cls(compressor, layout, capacities[-1])
-        return cls(compressor, layout, level.capacity)
+            return cls(compressor, layout, capacities[-1], summed)
+        return cls(compressor, layout, level.capacity, summed)
 
-    def parts(self, ops: Ops) -> dict[str, wire.Part]:
-        """Return the parts of the body."""
-        compressor, layout, capacity = self
+    def value_parts(self, ops: Ops) -> dict[str, wire.Part]:
+        """Return the parts that hold the values."""
+        compressor, layout, capacity, _ = self
         if isinstance(capacity, int):
-            return compressor.parts(layout, capacity)
+            return compressor.value_parts(layout, capacity)
         capacities = compressor.capacities(layout)
-        place, by_capacity = ops.bisect(capacities, capacity), _parts_of(compressor, layout)
+        place = ops.bisect(capacities, capacity)
+        by_capacity = [compressor.value_parts(layout, each) for each in capacities]
         return {
             name: part._replace(count=ops.choice([x[name].count for x in by_capacity], place))
             for name, part in by_capacity[0].items()
         }
+
+    def plain_parts(self, ops: Ops) -> dict[str, wire.Part]:
+        """Return the parts of the body with plain indices."""
+        return {**self.value_parts(ops), "index": wire.Part("uint32", self.capacity)}
+
+    def is_fused(self, ops: Ops) -> bool:
+        """Return True if fused kernels read and write this body."""
+        return ops.topk_kernels is not None and not self.compressor.rounds
+
+    @property
+    def form(self) -> Form:
+        """The body as fused kernels know it."""
+        return Form(self.capacity)
+
+    def coded(self, ops: Ops, body: Tensor) -> Tensor:
+        """Return the body that travels, from one with plain indices; uint8 [bytes]."""
+        if self.summed:
+            return body
+        return self.compressor.coding.encode_body(ops, self._words(ops), body)
+
+    def decoded(self, ops: Ops, bodies: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Invert `coded` of all ranks' bodies, and return whose indices ascend, if known."""
+        return self.compressor.coding.decode_bodies(ops, self._words(ops), bodies)
+
+    def _words(self, ops: Ops) -> Words:
+        side = wire.body_bytes(self.value_parts(ops))
+        capacities = self.compressor.capacities(self.layout)
+        return Words(side, self.capacity, capacities, self.layout.sink)
 
     def encode_values(
         self, ops: Ops, values: Tensor, index: Tensor
@@ -314,81 +371,31 @@ class BodySpec(NamedTuple):
             values: float32 [capacity].
             index: of each, int64 [capacity]; the sink where nothing is sent.
         """
-        compressor, layout, capacity = self
+        compressor, layout, capacity, _ = self
         if not compressor.rounds:
             return {"values": values}, values
         most, code = compressor.capacity(layout), compressor.value_coding
         groups, missing = compressor.value_groups(layout), most - capacity
         values = _extended(ops, values, missing, most)
         index = _extended(ops, index, missing, most, "int64", layout.sink)
-        coded, parts = code.encode(ops, values, index, groups), self.parts(ops)
+        coded, parts = code.encode(ops, values, index, groups), self.value_parts(ops)
         decoded = code.decode(ops, coded, index, groups)[:capacity]
         return {name: x[: parts[name].count] for name, x in coded.items()}, decoded
 
     def decode_values(self, ops: Ops, payload: Mapping[str, Tensor], index: Tensor) -> Tensor:
         """Return the values of one rank's parts, given where they lie; float32 [capacity]."""
-        compressor, layout, capacity = self
+        compressor, layout, capacity, _ = self
         if not compressor.rounds:
             return payload["values"]
         most, code = compressor.capacity(layout), compressor.value_coding
-        whole, parts = compressor.parts(layout), self.parts(ops)
+        whole, parts = compressor.value_parts(layout, most), self.value_parts(ops)
         coded = {}
-        for name, part in code.parts(most, compressor.value_groups(layout)).items():
+        for name, part in whole.items():
             missing = whole[name].count - parts[name].count
             dtype = _IN_MEMORY[part.dtype]
             coded[name] = _extended(ops, payload[name], missing, part.count, dtype)
         index = _extended(ops, index, most - capacity, most, "int64", layout.sink)
         return code.decode(ops, coded, index, compressor.value_groups(layout))[:capacity]
-
-    def form(self, ops: Ops) -> Form | Tensor | None:
-        """Return the offsets of the parts in the body of fused kernels; None if there are none.
-
-        For a capacity that is a tensor of a graph: `Form.numbers`, int64 [7].
-        """
-        compressor, layout, capacity = self
-        if ops.topk_kernels is None or compressor.rounds:
-            return None
-        if compressor.coding.recodes:
-            plain = Form.plain(capacity)
-            return plain if isinstance(capacity, int) else ops.words(plain.numbers)
-        if isinstance(capacity, int):
-            return form_of(compressor, layout, capacity)
-        capacities = compressor.capacities(layout)
-        forms = [form_of(compressor, layout, each) for each in capacities]
-        # One table for the numbers of all levels: separate tables would add many graph nodes.
-        table = [number for form in forms if form is not None for number in form.numbers]
-        width = len(table) // len(forms)
-        if not table:
-            return None
-        place = ops.bisect(capacities, capacity) * width + ops.arange(width)
-        return ops.gather(ops.words(table), place)
-
-    def from_kernel(self, ops: Ops, body: Tensor) -> Tensor:
-        """Return the body that travels, from that of a fused kernel; uint8 [bytes]."""
-        compressor, layout, capacity = self
-        if not compressor.coding.recodes:
-            return body
-        index, parts = ops.from_bytes(body[: 4 * capacity], "uint32"), self.parts(ops)
-        coded, _, _ = compressor.coding.encode(ops, layout, parts, index, 0)
-        pieces = [ops.to_bytes(coded[name], parts[name].dtype) for name in coded]
-        return ops.concat((*pieces, body[4 * capacity :]))
-
-    def to_kernel(self, ops: Ops, bodies: Tensor) -> Tensor:
-        """Return bodies as fused kernels read them, from those received; uint8 [world, bytes]."""
-        compressor, layout, capacity = self
-        if not compressor.coding.recodes:
-            return bodies
-        payload = wire.unpack_body(ops, self.parts(ops), bodies)
-
-        def indices_of(rank: int) -> Tensor:
-            parts = {name: part[rank] for name, part in payload.items()}
-            index = compressor.coding.decode(ops, layout, parts, capacity)
-            return ops.to_bytes(index, "uint32")
-
-        values = ops.to_bytes(payload["values"], "float32")
-        return ops.concat(
-            (ops.stack([indices_of(rank) for rank in range(bodies.shape[0])]), values)
-        )
 
 
 _IN_MEMORY = {"float32": "float32", "bytes": "uint8"}
@@ -425,19 +432,9 @@ def _sizes_of(compressor: TopKCompressor, layout: Layout) -> list[int]:
     return [int(wire.body_bytes(parts)) for parts in _parts_of(compressor, layout)]
 
 
-@lru_cache(maxsize=4096)
-def form_of(compressor: TopKCompressor, layout: Layout, capacity: int) -> Form | None:
-    """Return the offsets of a body's parts; None if fused kernels do not support its code."""
-    parts = compressor.parts(layout, capacity)
-    places = compressor.coding.places(parts)
-    if places is None or compressor.rounds:
-        return None
-    return Form(int(wire.body_bytes(parts)), capacity, wire.starts(parts)["values"], places)
-
-
 def _shared(ops: Ops, spec: BodySpec, wanted: Tensor | None) -> tuple[Tensor | None, Any]:
     """Return the part of `wanted` that fits (None for the maximum) and the number wanted."""
-    compressor, layout, capacity = spec
+    compressor, layout, capacity, _ = spec
     if wanted is None and len(compressor.capacities(layout)) == 1:
         return None, compressor.capacity(layout)
     most = compressor.most(layout)
@@ -451,22 +448,20 @@ def _encode_fused(
     ops: Ops,
     scope: Scope,
     spec: BodySpec,
-    form: Form | Tensor,
     step: int,
     wanted: Tensor | None,
     gradient: Tensor,
     state: Any,
 ) -> tuple[Encoded, Any]:
-    compressor, passes = spec.compressor, ops.topk_kernels
+    compressor, form, kernels = spec.compressor, spec.form, ops.topk_kernels
     most = compressor.most(spec.layout)
     arguments = most, state.hint, state.memory, gradient, state.sent
-    if wanted is not None and passes.shares:
-        written = passes.write(compressor.rule, scope, form, step, wanted, *arguments, shares=True)
+    if wanted is not None and kernels.shares:
+        written = kernels.write(compressor.rule, scope, form, step, wanted, *arguments, shares=True)
         total = written.wanted
     else:
         k_per_layer, total = _shared(ops, spec, wanted)
-        written = passes.write(compressor.rule, scope, form, step, k_per_layer, *arguments)
-    body = spec.from_kernel(ops, written.body)
-    encoded = Encoded(body, written.sent, total, commit=written.commit)
+        written = kernels.write(compressor.rule, scope, form, step, k_per_layer, *arguments)
+    encoded = Encoded(written.body, written.sent, total, commit=written.commit)
     memory = type(state.memory)(*written.memory)
     return encoded, state._replace(memory=memory, sent=written.per_layer, hint=written.hint)

@@ -13,8 +13,8 @@ from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.capacity import CapacityState
 from hvd_gradcomp.core.collectives import Allreduce, Broadcast, Switch
 from hvd_gradcomp.core.compressor import Compressor, Context
-from hvd_gradcomp.ops import NonFiniteGradientError, Ops, Tensor
-from hvd_gradcomp.ops.interface.header import ReductionSpec
+from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
+from hvd_gradcomp.ops.interface.header import BEYOND, ReductionSpec
 
 LARGEST = (2.0 - 2.0**-20) * 2.0**127  # a bit below float32's: sums are rounded on their way
 
@@ -73,8 +73,26 @@ def check_summable(
     """
     fits = ops.summable(sides, context.prescale * context.postscale, LARGEST)
     intact = ops.require({wire.ANY_NOT_FINITE: fits}, NonFiniteGradientError)
-    if intact is None:
-        return header
+    return header if intact is None else _with_intact(header, intact)
+
+
+def check_ascending(ops: Ops, ascending: Tensor | None, header: wire.Header) -> wire.Header:
+    """Require that each rank's indices ascend; return a header that says so.
+
+    Args:
+        ops: the tensor operations.
+        ascending: bool [world]; None if that was not looked at.
+        header: of the payloads.
+
+    Raises:
+        PayloadError: on all ranks; see `Ops.require`.
+    """
+    intact = None if ascending is None else ops.require({BEYOND: ascending}, PayloadError)
+    return header if intact is None else _with_intact(header, intact)
+
+
+def _with_intact(header: wire.Header, intact: Tensor) -> wire.Header:
+    """Return the header of payloads that must be intact in this respect too."""
     intact = intact if header.intact is None else header.intact & intact
     return header._replace(intact=intact, weights=None)
 

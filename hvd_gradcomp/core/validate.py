@@ -11,7 +11,6 @@ from typing import Any
 
 from hvd_gradcomp.core.suggestions import did_you_mean
 
-INDEX_CODINGS = ("delta", "elias_fano", "deflate", "int32")
 POLICIES = ("skip", "raise", "propagate")  # for gradients that are not finite
 
 

@@ -137,7 +137,7 @@ class TopKKernels(FusedKernels):
         self,
         how: Collecting,
         scope: Scope,
-        form: Form | Tensor,
+        form: Form,
         step: Any,
         quota: Tensor | None,
         limits: Sequence[int],
@@ -164,7 +164,7 @@ class TopKKernels(FusedKernels):
         written = self._write(how, scope, form, step, quota, limits, hint, memory, gradient)
 
         def commit() -> None:
-            inputs = self.ops.numbers_of(scope.layout), _numbers(self.ops, form), written.body
+            inputs = self.ops.numbers_of(scope.layout), self.ops.numbers_of(form), written.body
             self.native("topk_commit", inputs, written.memory, (how.masking,))
 
         sent = before + written.per_layer
@@ -190,7 +190,7 @@ class TopKKernels(FusedKernels):
         self,
         how: Collecting,
         scope: Scope,
-        form: Form | Tensor,
+        form: Form,
         step: Any,
         quota: Tensor | None,
         limits: Sequence[int],
@@ -205,11 +205,11 @@ class TopKKernels(FusedKernels):
         body, sent, chosen, per_layer, fresh, *new = self.native(
             "topk_write",
             (
-                *(ops.numbers_of(layout), _numbers(ops, form), ops.numbers_of(layout, "strides")),
+                *(ops.numbers_of(layout), ops.numbers_of(form), ops.numbers_of(layout, "strides")),
                 *(counts, ops.numbers(scope.slack(limits)), hint, gradient, *memory),
             ),
             (
-                ops.body(form.size if isinstance(form, Form) else ops.extent(None)),
+                ops.body(ops.extent(_body_size(form))),
                 *(ops.number(), ops.number()),
                 ops.empty((len(layout.sizes),), "int64"),
                 ops.empty(hint.shape),
@@ -267,7 +267,7 @@ class TopKKernels(FusedKernels):
         return mean, r, per_layer
 
     def add(
-        self, layout: Layout, form: Form | Tensor, bodies: Tensor, weights: Tensor, out: Tensor
+        self, layout: Layout, form: Form, bodies: Tensor, weights: Tensor, out: Tensor
     ) -> Tensor:
         """Sum `weights[rank] * values of the rank` over ranks, in rank order.
 
@@ -281,8 +281,8 @@ class TopKKernels(FusedKernels):
             PayloadError: an index points outside of the bucket; bodies have another capacity level.
         """
         ops = self.ops
-        _require(bodies, form.size if isinstance(form, Form) else None)
-        inputs = ops.numbers_of(layout), _numbers(ops, form), ops.rows(bodies), weights, out
+        _require(bodies, _body_size(form))
+        inputs = ops.numbers_of(layout), ops.numbers_of(form), ops.rows(bodies), weights, out
         return self.native("topk_add", inputs, (ops.writable(out),))
 
 
@@ -298,9 +298,9 @@ def _body_bytes(ops: Headers, rule: Rule, layout: Layout, level: CapacityLevel) 
     return ops.extent(None)
 
 
-def _numbers(ops: Headers, form: Form | Tensor) -> Any:
-    """Return the numbers of a form as an input."""
-    return ops.numbers_of(form) if isinstance(form, Form) else form
+def _body_size(form: Form) -> int | None:
+    """Return the bytes of a body; None if a graph knows them only when it runs."""
+    return form.size if isinstance(form.capacity, int) else None
 
 
 def _require(bodies: Tensor, size: Any) -> None:

@@ -103,43 +103,28 @@ class Collecting(NamedTuple):
     masking: bool = False
 
 
-class Places(NamedTuple):
-    """Positions of the indices in the body of a payload.
-
-    Attributes:
-        blocks: of packed differences; 0 for 32-bit indices.
-        room: capacity of the blocks, in words.
-        first: byte offset of the indices, or of the blocks' widths.
-        deltas: byte offset of the words.
-    """
-
-    blocks: int
-    room: int
-    first: int
-    deltas: int
-
-
 class Form(NamedTuple):
-    """Byte layout of the body of a `TopKCompressor`.
+    """Body of a `TopKCompressor` as fused kernels write it: float32 values, then 32-bit indices.
 
     Attributes:
-        size: bytes of the body.
-        capacity: elements that it holds.
-        values: byte offset of the values; the size of the body if it has none.
-        places: of the indices.
+        capacity: elements that it holds; an integer, or a scalar of a graph.
+        valued: False for indices alone.
     """
 
-    size: int
-    capacity: int
-    values: int
-    places: Places
-
-    @classmethod
-    def plain(cls, capacity: int) -> Form:
-        """Return the layout of 32-bit indices, and the values behind them."""
-        return cls(8 * capacity, capacity, 4 * capacity, Places(0, 0, 0, 0))
+    capacity: Any
+    valued: bool = True
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def index(self) -> Any:
+        """Bytes before the indices."""
+        return 4 * self.capacity * self.valued
+
+    @property
+    def size(self) -> Any:
+        """Bytes of the body."""
+        return self.index + 4 * self.capacity
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
         """The fields as C takes them."""
-        return (self.size, self.capacity, self.values, *self.places)
+        return self.capacity, int(self.valued)

@@ -18,11 +18,11 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.wire import HEADER_BYTES, MAGIC
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.methods import BALANCED, CODED, EVERY, PRODUCTS, ROBUST, ROUNDED, TODAY
+from tests.methods import BALANCED, EVERY, INT32, PRODUCTS, ROBUST, ROUNDED, TODAY
 
 SHAPES = ((30, 20), (9,), (300,))
 RANKS = 3
-METHODS: list[Compressor] = [*EVERY, *TODAY, *PRODUCTS, *ROUNDED, *CODED, *ROBUST, *BALANCED]
+METHODS: list[Compressor] = [*EVERY, *TODAY, *PRODUCTS, *ROUNDED, *INT32, *ROBUST, *BALANCED]
 ROUNDS = 4  # of a program, of which one is attacked
 
 

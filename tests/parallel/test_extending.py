@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.methods import BALANCED, CODED, ONE_OF_TODAY, OUTSIDE, PRODUCTS, ROBUST, ROUNDED, TODAY
+from tests.methods import BALANCED, INT32, ONE_OF_TODAY, OUTSIDE, PRODUCTS, ROBUST, ROUNDED, TODAY
 from tests.parallel.launch import ROOT, environment, horovodrun, launch, python
 
 pytestmark = pytest.mark.parallel
@@ -100,7 +100,7 @@ def test_replicas_on_pytorch(ranks, tmp_path):
     """Methods outside of the package, and those of today."""
     first, *others = launch("torch_replicas", ranks, "gloo", tmp_path, "50", "outside")
     assert all(other == first for other in others)
-    methods = OUTSIDE + TODAY + ROUNDED + CODED + PRODUCTS + ROBUST + BALANCED
+    methods = OUTSIDE + TODAY + ROUNDED + INT32 + PRODUCTS + ROBUST + BALANCED
     assert len({digest for digest, _ in first.values()}) == len(methods) == len(first)
 
 
@@ -117,7 +117,7 @@ def test_replicas_on_tensorflow(kind, ranks, tmp_path):
     words = "tensorflow_replicas", ranks, "gloo", tmp_path, kind, "20", "outside"
     first, *others = launch(*words)
     assert all(other == first for other in others)
-    methods = OUTSIDE + ONE_OF_TODAY + ROUNDED[::2] + CODED + PRODUCTS + ROBUST + BALANCED[1::2]
+    methods = OUTSIDE + ONE_OF_TODAY + ROUNDED[::2] + INT32 + PRODUCTS + ROBUST + BALANCED[1::2]
     assert len({digest for digest, _ in first.values()}) == len(methods) == len(first)
 
 

@@ -18,7 +18,7 @@ from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
 from hvd_gradcomp.planning.description import describe
 from hvd_gradcomp.testing import World
-from tests.methods import BALANCED, CODED, EVERY, LEARNED, OUTSIDE, PRODUCTS, ROBUST, ROUNDED, TODAY
+from tests.methods import BALANCED, EVERY, INT32, LEARNED, OUTSIDE, PRODUCTS, ROBUST, ROUNDED, TODAY
 
 # With phases of a few steps, so that a short run sees them all.
 METHODS = [
@@ -29,7 +29,7 @@ METHODS = [
     *ROBUST,
     *BALANCED,
     *ROUNDED,
-    *CODED,
+    *INT32,
     *(
         replace(one, warmup_steps=1, sample_steps=2, compress_steps=3)
         if isinstance(one, GradiVeQCompressor)

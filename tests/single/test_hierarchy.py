@@ -21,10 +21,10 @@ from hvd_gradcomp.testing import World
 from tests.hosts_world import Hosts
 from tests.methods import (
     BALANCED,
-    CODED,
     EVERY,
     GRADIVEQ,
     HYBRID,
+    INT32,
     LGC,
     LGC_SERVER,
     NONE,
@@ -88,7 +88,7 @@ def compared(compressor, hosts, slots, steps, *, seed=0, leader=0, average=True)
 
 
 @pytest.mark.parametrize(
-    "compressor", [*EVERY, *TODAY, *ROUNDED, *CODED, *PRODUCTS, *ROBUST, *BALANCED], ids=repr
+    "compressor", [*EVERY, *TODAY, *ROUNDED, *INT32, *PRODUCTS, *ROBUST, *BALANCED], ids=repr
 )
 def test_a_host_is_a_rank_to_every_compressor(compressor):
     compared(compressor, 3, 2, 6)

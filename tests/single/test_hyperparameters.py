@@ -99,9 +99,7 @@ def test_settings_of_the_baselines_are_checked():
         QSGDCompressor(norm="l1")
     with pytest.raises(ValueError, match="exchange must be one of 'auto', 'allgather', 'two_shot'"):
         OneBitCompressor(exchange="ring")
-    with pytest.raises(
-        ValueError, match=r"index_coding must be one of .delta., .elias_fano., .deflate"
-    ):
+    with pytest.raises(ValueError, match="index_coding must be one of 'elias_fano', 'int32', got"):
         SparseGDCompressor(index_coding="gzip")
     for density in (1.5, -0.1):
         with pytest.raises(ValueError, match=r"density must be a number in \(0, 1\]"):

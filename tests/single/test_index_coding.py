@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import (
+    DGCCompressor,
     EGCCompressor,
     HybridCompressor,
     PayloadError,
@@ -27,12 +28,12 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
-from tests.methods import EGC_CODED, encode_step
+from tests.methods import SPARSE_GD, encode_step
 
 THRESHOLDS = [
-    VarianceCompressor(alpha=1.5, moments="step", index_coding="elias_fano"),
-    HybridCompressor(tau=0.4, moments="step", index_coding="elias_fano"),
-    StromCompressor(tau=0.4, capacity="latest", index_coding="elias_fano"),
+    VarianceCompressor(alpha=1.5, moments="step"),
+    HybridCompressor(tau=0.4, moments="step"),
+    StromCompressor(tau=0.4, capacity="latest"),
 ]
 
 
@@ -122,7 +123,7 @@ def test_a_sent_element_takes_the_bits_of_the_formula(compressor):
         bound = capacity * (bits + math.log2(layout.size / capacity) + 2) / 8
         size = compressor.body_bytes(layout, level) - side
         assert bound - capacity / 8 < size <= bound + 8
-        words = replace(compressor, index_coding="word").body_bytes(layout, level) - side
+        words = replace(compressor, index_coding="int32").body_bytes(layout, level) - side
         assert words == 4 * capacity
 
 
@@ -138,7 +139,7 @@ def test_levels_end_where_places_or_a_sum_move_fewer_bytes(compressor):
         dense = compressor.payload_bytes(layout, CapacityLevel(0, 0, True))
         assert all(b >= a - 16 for a, b in zip(sizes, sizes[1:])), "but for whole groups of 32"
         assert not sizes or sizes[-1] <= dense
-        words = replace(compressor, index_coding="word").capacity_schedule(layout, ranks)
+        words = replace(compressor, index_coding="int32").capacity_schedule(layout, ranks)
         assert len(schedule.capacities) > len(words.capacities) or not words.capacities
         assert schedule.capacities[: len(words.capacities)] == words.capacities
 
@@ -161,15 +162,16 @@ def totals(compressor, ops, of, steps=8):
     "compressor",
     [
         *THRESHOLDS,
-        SparseGDCompressor(density=0.02, index_coding="elias_fano"),
-        EGCCompressor(K=40, momentum=0.0, entropy_interval=2, index_coding="elias_fano"),
+        SparseGDCompressor(density=0.02),
+        DGCCompressor(density=0.02, momentum=0.9, values="int8"),
+        EGCCompressor(K=40, momentum=0.0, entropy_interval=2),
     ],
     ids=repr,
 )
 def test_the_same_elements_arrive_in_fewer_bytes(compressor, make, native):
-    """As in words, or as plain indices; the first steps of thresholds differ in their capacity."""
+    """As in plain words; the first steps of thresholds differ in their capacity."""
     threshold = compressor in THRESHOLDS
-    other = replace(compressor, index_coding="word" if threshold else "int32")
+    other = replace(compressor, index_coding="int32")
     ops, of = make(native)
     ours, fewer = totals(compressor, ops, of)
     theirs, bytes_ = totals(other, ops, of)
@@ -181,7 +183,9 @@ def test_the_same_elements_arrive_in_fewer_bytes(compressor, make, native):
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["C", "plain"])
-@pytest.mark.parametrize("compressor", [*THRESHOLDS, EGC_CODED], ids=repr)
+@pytest.mark.parametrize(
+    "compressor", [*THRESHOLDS, EGCCompressor(K=40, momentum=0.9, entropy_interval=3)], ids=repr
+)
 def test_sizes_that_a_graph_learns_when_it_runs(compressor, native):
     """One graph for all levels: the bytes of eager steps, and back."""
     tf = pytest.importorskip("tensorflow")
@@ -218,7 +222,12 @@ def test_sizes_that_a_graph_learns_when_it_runs(compressor, native):
         assert 0 < np.count_nonzero(total) <= capacity
 
 
-@pytest.mark.parametrize("compressor", THRESHOLDS, ids=repr)
+def parts_of(compressor):
+    """The function that returns the parts of a body by layout and capacity."""
+    return compressor.coded_parts if compressor in THRESHOLDS else compressor.parts
+
+
+@pytest.mark.parametrize("compressor", [*THRESHOLDS, SPARSE_GD], ids=repr)
 def test_indices_that_do_not_ascend_are_refused_and_nothing_is_lost(compressor):
     """With a checksum that is right: two elements of a rank are one and the same."""
     layout = Layout(("only",), ((4000,),), block=compressor.block)
@@ -230,7 +239,7 @@ def test_indices_that_do_not_ascend_are_refused_and_nothing_is_lost(compressor):
         frame = request.tensor.numpy().copy()
         capacity = schedule.capacities[int(frame[12:16].view("<u4")[0])]
         code = EliasFano.of(1, capacity, layout.sink)
-        parts = compressor.coded_parts(layout, code)
+        parts = parts_of(compressor)(layout, capacity)
         body = torch.from_numpy(frame[wire.HEADER_BYTES :])[None]
         payload = {n: x[0] for n, x in wire.unpack_body(ops, parts, body).items()}
         index = code.decode(ops, payload)
@@ -257,6 +266,7 @@ def test_indices_that_do_not_ascend_are_refused_and_nothing_is_lost(compressor):
         assert torch.equal(state.memory.r, r + gradient)
 
 
-def test_it_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"index_coding.*'word', 'elias_fano'"):
-        StromCompressor(index_coding="delta")
+@pytest.mark.parametrize("kind", [StromCompressor, SparseGDCompressor])
+def test_another_code_is_refused_by_name(kind):
+    with pytest.raises(ValueError, match=r"index_coding.*'elias_fano', 'int32'"):
+        kind(index_coding="delta")

@@ -31,8 +31,8 @@ from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import (
     BALANCED,
-    CODED,
     EVERY,
+    INT32,
     LEARNED,
     LINEAR,
     OUTSIDE,
@@ -158,7 +158,7 @@ def test_bytes_equal_the_formula(compressor, shapes, seed, size):
 
 # Methods in which layers compete, as in their papers: for room in a payload, for places in a choice
 # over the model, or for a rank's norm.
-COMPETING = [*WORDS, *CODED[:2], *PHASED, *BALANCED, ROBUST[1]]
+COMPETING = [*WORDS, *INT32[:2], *PHASED, *BALANCED, ROBUST[1]]
 COMPETING += [c for c in TODAY + EVERY + ROUNDED if isinstance(c, OkTopKCompressor)]
 COMPETING += [c for c in EVERY + ROUNDED if isinstance(c, GradientDroppingCompressor)]
 # There all is chosen, and what is left of the law is about values.
@@ -173,7 +173,7 @@ CHOSEN = [
     DGCCompressor(0.1, 0.9, index_coding="int32", values="int8"),
     robust(ChunkedTopKCompressor(64, 8), "median"),
 ]
-APART = [c for c in EVERY + TODAY + ROUNDED + CODED + PRODUCTS + ROBUST if c not in COMPETING]
+APART = [c for c in EVERY + TODAY + ROUNDED + INT32 + PRODUCTS + ROBUST if c not in COMPETING]
 
 
 @pytest.mark.parametrize("compressor", APART + CHOSEN, ids=repr)

@@ -17,10 +17,10 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
 from hvd_gradcomp.testing import World
-from tests.methods import CODED, ONE_OF_EACH, PRODUCTS, ROUNDED, STROM_LATEST, TODAY
+from tests.methods import INT32, ONE_OF_EACH, PRODUCTS, ROUNDED, STROM_LATEST, TODAY
 
 SHAPES = ((40, 9), (7,), (300,))
-LATER = [*TODAY, *CODED, *PRODUCTS]
+LATER = [*TODAY, *INT32, *PRODUCTS]
 
 
 def with_momentum(compressor):
@@ -94,7 +94,7 @@ def test_beside_another_method(compressor):
 VALUES = ("float32", "bfloat16", "int8", "int4", "int2", "sign")
 
 
-@pytest.mark.parametrize("index_coding", ["delta", "elias_fano", "int32"])
+@pytest.mark.parametrize("index_coding", ["elias_fano", "int32"])
 @pytest.mark.parametrize("nesterov", [False, True], ids=["plain", "nesterov"])
 @pytest.mark.parametrize("method", [DGCCompressor, EGCCompressor], ids=lambda m: m.__name__)
 def test_momentum_with_each_code(method, nesterov, index_coding):

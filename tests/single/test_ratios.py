@@ -85,7 +85,11 @@ def test_a_layer_is_left_dense_where_the_method_takes_no_fewer_bytes(compressor,
 
 @pytest.mark.parametrize(
     "compressor",
-    [VarianceCompressor(alpha=2.0, moments="step"), HybridCompressor(1.0), StromCompressor(1.0)],
+    [
+        VarianceCompressor(alpha=2.0, moments="step"),
+        HybridCompressor(1.0),
+        StromCompressor(1.0, index_coding="int32"),
+    ],
 )
 def test_words_take_nothing_of_a_layer_that_sends_nothing(compressor):
     """So none is too small for them: what a layer takes is 4 bytes for an element that is sent."""

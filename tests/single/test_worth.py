@@ -183,7 +183,7 @@ ALL = [
     *methods.EVERY,
     *methods.TODAY,
     *methods.ROUNDED,
-    *methods.CODED,
+    *methods.INT32,
     *methods.PRODUCTS,
     *methods.ROBUST,
     *methods.BALANCED,

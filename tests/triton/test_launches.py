@@ -18,7 +18,7 @@ from tests.triton.gradients import on
 LAYOUT = Layout(("a", "b", "c"), ((300, 512), (), (20_000,)))
 PASSES = (
     *("frame", "check_finite", "checked_sides", "write", "group_maxima", "group_norms"),
-    *("clipped_maxima", "encode_levels", "encode_signs"),
+    *("clipped_maxima", "encode_levels", "encode_signs", "encode_words", "decode_words"),
 )
 
 
@@ -65,7 +65,8 @@ def test_memory_is_asked_for_before_anything_is_launched(name, dense, monkeypatc
 
         return noted
 
-    for family in (ops.kernels, ops.threshold_kernels, ops.topk_kernels, ops.quantizers):
+    families = ops.kernels, ops.threshold_kernels, ops.topk_kernels, ops.quantizers
+    for family in (*families, ops.word_kernels):
         monkeypatch.setattr(family, "launch", launching)
         for what in ("scratch", "clean", "empty", "table"):
             monkeypatch.setattr(family, what, asking(getattr(family, what)))

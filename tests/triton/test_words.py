@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
+from hvd_gradcomp.codecs.elias_fano import EliasFano
 from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.collectives import Allgather
@@ -21,6 +24,7 @@ from tests.methods import WORDS
 from tests.triton.gradients import assert_step_alike, drawn, on, worlds
 
 ONE_EACH = [VarianceCompressor(alpha=0.5), HybridCompressor(tau=0.5), StromCompressor(tau=0.7)]
+INT32 = [replace(compressor, index_coding="int32") for compressor in ONE_EACH]
 
 
 @pytest.mark.parametrize("compressor", WORDS, ids=repr)
@@ -84,7 +88,7 @@ def test_what_is_damaged_or_not_finite_is_said(compressor, what, device):
         fails.clear()
 
 
-@pytest.mark.parametrize("compressor", ONE_EACH, ids=repr)
+@pytest.mark.parametrize("compressor", INT32, ids=repr)
 @given(data=st.data())
 @settings(deadline=None, max_examples=15, derandomize=True)
 def test_no_index_is_trusted(compressor, data, device):
@@ -132,3 +136,29 @@ def test_no_index_is_trusted(compressor, data, device):
             return
     other = total(theirs)
     assert one.cpu().numpy().tobytes() == other.cpu().numpy().tobytes()
+
+
+@pytest.mark.parametrize("bits", [0, 1, 4])
+@pytest.mark.parametrize("count", [1, 33, 1100, 2500])
+@pytest.mark.parametrize("spread", [2, 40])
+def test_indices_are_coded_alike(count, bits, spread, device):
+    """Sinks at the end; then bodies of any bits, which differ in what they say of no index."""
+    ours, theirs = on(device, True), on(device, False)
+    generator, size = torch.Generator().manual_seed(count), spread * count
+    code = EliasFano.of(1, count, size - 1)
+    form = count, code.low, code.width, code.universe, bits
+    index = torch.rand(size - 1, generator=generator).argsort()[: count * 3 // 4].sort().values
+    index = torch.cat((index, torch.full((count - len(index),), size - 1)))
+    codes = torch.randint(1 << bits, (count,), generator=generator)
+    words = theirs.to_bytes(codes * (1 << 32 - bits) + index, "uint32")
+    for side in (0, 8):
+        body = torch.cat((torch.arange(side).to(torch.uint8), words)).to(device)
+        coded = ours.encode_words(body, side, *form)
+        assert torch.equal(coded, theirs.encode_words(body, side, *form))
+        noise = torch.randint(256, coded.shape, generator=generator).to(torch.uint8).to(device)
+        rows = [coded, coded ^ (noise & (noise >> 3)), noise, noise & 0, noise | 255]
+        bodies = torch.stack(rows)
+        back, ascends = ours.decode_words(bodies, side, *form)
+        expected, ascend = theirs.decode_words(bodies, side, *form)
+        assert torch.equal(back[0], body) and torch.equal(back, expected)
+        assert ascends[0] and torch.equal(ascends, ascend)

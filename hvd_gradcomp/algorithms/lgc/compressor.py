@@ -19,6 +19,7 @@ from hvd_gradcomp.algorithms.lgc.vectors import Selection, Units
 from hvd_gradcomp.algorithms.wrappers import after
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.clipping import Clipping
+from hvd_gradcomp.codecs.indices import CODINGS
 from hvd_gradcomp.codecs.momentum import validate_momentum
 from hvd_gradcomp.codecs.topk import count_of
 from hvd_gradcomp.codecs.values import VALUES
@@ -91,8 +92,7 @@ class LGCCompressor(Clipping, Learned, Handover):
             modules; None for the first layer with a matrix or more, in execution order: on PyTorch
             that of the first step, on TensorFlow that of the variables.
         last_layer: the same for layers that are sent by top-k without the autoencoder.
-        index_coding: "deflate" (DEFLATE, on the host), "delta", packed, "elias_fano", fewer bits,
-            or "int32", plain.
+        index_coding: "elias_fano", packed, or "int32", plain.
         feedback: "exact" keeps the difference of selected and reconstructed values on each rank,
             so the sum over ranks loses nothing (see below); "paper" counts all that was selected
             as sent.
@@ -123,7 +123,8 @@ class LGCCompressor(Clipping, Learned, Handover):
     the indices, in turn; sums of squares decay by a tenth per step. A server reports it a step
     late.
 
-    Differs from the paper: signs, RMS by layer and feedback (above). The gradient of each
+    Differs from the paper: signs, RMS by layer and feedback (above). Indices are packed by
+    Elias-Fano instead of DEFLATE: fewer bits, and without the host. The gradient of each
     network is clipped to norm 10, since plain descent on the printed loss diverges; the initial
     parameters pass a signal on (see `codecs.autoencoder`). An autoencoder whose mean loss over
     the last tenth of its training is above 0.95 of the energy is not used: values continue to
@@ -156,7 +157,7 @@ class LGCCompressor(Clipping, Learned, Handover):
     common_rank: int | None = None
     first_layer: str | Sequence[str] | None = None
     last_layer: str | Sequence[str] | None = None
-    index_coding: str = "deflate"
+    index_coding: str = "elias_fano"
     feedback: str = "exact"
     momentum: float | None = None
     nesterov: bool | None = None
@@ -190,7 +191,7 @@ class LGCCompressor(Clipping, Learned, Handover):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
                 validate.stands_for(self, name, tuple(value))
-        validate.one_of(self, "index_coding", validate.INDEX_CODINGS)
+        validate.one_of(self, "index_coding", CODINGS)
         validate.one_of(self, "feedback", FEEDBACK)
         validate.one_of(self, "values", VALUES)
         validate_momentum(self)

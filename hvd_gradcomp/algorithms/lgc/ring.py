@@ -118,15 +118,13 @@ class Ring:
         """Broadcast the leader's indices, ascending, and, for codes, its signs and scales."""
         layout, topk = context.layout, self.selection.topk
         capacity = topk.capacity(layout)
-        coding = topk.coding.parts(layout, capacity)
-        parts = self.choice_parts(layout) if compress else coding
+        parts = self.choice_parts(layout) if compress else topk.coding.parts(layout, capacity)
 
         def payload() -> Tensor:
-            choice, sent, _ = topk.coding.encode(ops, layout, coding, chosen, context.step)
+            choice = topk.coding.encode(ops, layout, chosen)
             if compress:
-                sent = ops.sort(sent)
-                values = ops.gather(state.memory.r, sent)
-                choice |= self.units.measure(ops, layout, sent, values)
+                values = ops.gather(state.memory.r, chosen)
+                choice |= self.units.measure(ops, layout, chosen, values)
             body = wire.pack_body(ops, parts, choice)
             return vectors.pack(self.compressor, ops, context, finite, body)
 
@@ -137,7 +135,7 @@ class Ring:
         index = topk.coding.decode(ops, layout, choice, capacity)
         if header.intact is not None:
             index = ops.where(header.intact, index, layout.sink)
-        return ops.sort(index), choice
+        return index, choice
 
     def exchange_codes(
         self,

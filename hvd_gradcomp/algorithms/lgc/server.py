@@ -10,7 +10,7 @@ from hvd_gradcomp.algorithms.lgc import training, vectors
 from hvd_gradcomp.algorithms.lgc.state import SAMPLED, LGCState
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.sparse import Payloads
-from hvd_gradcomp.codecs.topk import count_of
+from hvd_gradcomp.codecs.topk import BodySpec, count_of
 from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.collectives import Allgather, Broadcast, Gather
 from hvd_gradcomp.core.compressor import Compressor, Context, Program
@@ -114,14 +114,15 @@ class Server:
         if compress:
             index = selected.index
             return (yield from self.compressed_step(ops, context, finite, index, gradient, state))
-        layout_parts = topk.parts(layout)
-        parts, index, _ = topk.coding.encode(
-            ops, layout, layout_parts, selected.index, context.step
-        )
+        index = selected.index
+        parts = topk.coding.encode(ops, layout, index)
         parts["values"] = selection.values_to_send(ops, state, index)
-        body = wire.pack_body(ops, layout_parts, parts)
+        body = wire.pack_body(ops, topk.parts(layout), parts)
         buffers = yield Allgather(vectors.pack(self.compressor, ops, context, finite, body))
         header, bodies = vectors.unpack(self.compressor, ops, context, buffers)
+        body_spec = BodySpec(topk, layout, topk.capacity(layout))
+        bodies, ascending = body_spec.decoded(ops, bodies)
+        header = patterns.check_ascending(ops, ascending, header)
         weights = patterns.weights_of(ops, context, header)
         level = CapacityLevel(0, topk.capacity(layout), False)
         mean = topk.decode_sum(ops, layout, Payloads(level, bodies, weights), gradient)
@@ -150,9 +151,7 @@ class Server:
         common, capacity = self.common(ranks), topk.capacity(layout)
         message = []
         if rank == common:
-            layout_parts = topk.coding.parts(layout, capacity)
-            parts, index, _ = topk.coding.encode(ops, layout, layout_parts, index, context.step)
-            index = ops.sort(index)
+            parts = topk.coding.encode(ops, layout, index)
             values = selection.values_to_send(ops, state, index)
             parts |= self.units.measure(ops, layout, index, values)
             unit = self.units.of_elements(ops, layout, index, parts)
@@ -165,10 +164,8 @@ class Server:
         state = vectors.count_sent(ops, layout, state, index)
         innovated, own = self.innovate(ops, layout, index, values)
         layout_parts = self.innovation_parts(layout)
-        parts, innovated, place = topk.coding.encode(
-            ops, layout, layout_parts, innovated, context.step
-        )
-        parts["values"] = ops.where(innovated < layout.sink, ops.gather(own, place), 0.0)
+        parts = topk.coding.encode(ops, layout, innovated)
+        parts["values"] = ops.where(innovated < layout.sink, own, 0.0)
         parts["asked"] = state.asked[0]
         body = wire.pack_body(ops, layout_parts, parts)
         message.insert(0, vectors.pack(self.compressor, ops, context, finite, body))
@@ -227,7 +224,7 @@ class Server:
         verdict = back["verdict"]
         sound = ops.require({wire.DAMAGED: verdict != _DAMAGED}, PayloadError)
         fine = ops.require({wire.NOT_FINITE: verdict != _NOT_FINITE}, NonFiniteGradientError)
-        places = ops.sort(topk.coding.decode(ops, layout, back, topk.capacity(layout)))
+        places = topk.coding.decode(ops, layout, back, topk.capacity(layout))
         others = {n.removeprefix(_OTHERS): part for n, part in back.items() if _OTHERS in n}
         outside = topk.coding.decode(ops, layout, others, self.outside(layout, ranks))
         changed = ops.concat((places, outside))
@@ -275,7 +272,7 @@ class Server:
         innovations = vectors.sent_by_ranks(ops, layout, coding, payload, count)
         choice = wire.unpack_body(ops, self.code_parts(layout), wire.bodies_of(extra))
         choice = {name: part[0] for name, part in choice.items()}
-        places = ops.sort(coding.decode(ops, layout, choice, capacity))
+        places = coding.decode(ops, layout, choice, capacity)
         unit = self.units.of_elements(ops, layout, places, choice)
         code = ops.reshape(choice["code"], (1, -1))
         channels = [vectors.at(ops, *innovation, places) for innovation in innovations]
@@ -288,8 +285,7 @@ class Server:
             ops.where(vectors.among(ops, places, i)[1], layout.sink, i) for i, _ in innovations
         ]
         outside = _distinct(ops, ops.concat(lonely), layout.sink)[:most_outside]
-        rest = coding.parts(layout, most_outside)
-        others, outside, _ = coding.encode(ops, layout, rest, outside, context.step)
+        others = coding.encode(ops, layout, outside)
         found = [vectors.at(ops, *innovation, outside) for innovation in innovations]
         changed = ops.concat((places, outside))
         mean = ops.concat((mean, ops.sum(ops.stack(found), 0) * (1.0 / ranks)))
@@ -308,10 +304,10 @@ class Server:
     def loss(self, ops: Ops, context: Context, bodies: Tensor) -> training.Loss:
         """Return losses (5) to (7) of all workers' vectors, at the common rank's indices."""
         layout, ranks, topk = context.layout, context.size, self.selection.topk
-        payload = wire.unpack_body(ops, topk.parts(layout), bodies)
         capacity = topk.capacity(layout)
-        payload["values"] = ops.reshape(payload["values"], (ranks, capacity))
-        sent = vectors.sent_by_ranks(ops, layout, topk.coding, payload, capacity)
+        payload = wire.unpack_body(ops, BodySpec(topk, layout, capacity).plain_parts(ops), bodies)
+        values = ops.reshape(payload["values"], (ranks, capacity))
+        sent = [(payload["index"][rank], values[rank]) for rank in range(ranks)]
         common = self.common(ranks)
         begin, end = common * capacity, (common + 1) * capacity
         places = ops.concat([index for index, _ in sent])[begin:end]

@@ -63,11 +63,11 @@ class Selection:
         flag, scope = ops.words((chooses,)), Scope(layout, whole=False)
         hint = ops.where(flag > 0, state.hint, float("inf"))
         if ops.topk_kernels is not None and topk.rule is not None:
-            # A body of plain indices and values: the kernel does not code indices.
+            form = Form(capacity)
             written = ops.topk_kernels.write(
                 topk.rule._replace(masking=False),
                 scope,
-                Form.plain(capacity),
+                form,
                 context.step,
                 ops.words(most) * flag,
                 most,
@@ -76,8 +76,8 @@ class Selection:
                 gradient,
                 state.sent,
             )
-            index = ops.from_bytes(written.body[: 4 * capacity], "uint32")
-            values = ops.from_bytes(written.body[4 * capacity :], "float32")
+            index = ops.from_bytes(written.body[form.index :], "uint32")
+            values = ops.from_bytes(written.body[: form.index], "float32")
             memory = type(state.memory)(*written.memory)
             # TensorFlow's kernel has already removed the values; those that do not fit must stay.
             memory = memory._replace(r=ops.put(memory.r, index, values))
@@ -230,13 +230,6 @@ def largest_of_layers(
     return ops.gather(index, place), ops.gather(ops.concat((values, ops.zeros((1,)))), place)
 
 
-def in_order(ops: Ops, index: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort indices that travelled in rotated order, with their values."""
-    count = index.shape[0]
-    place = ops.sort(index * count + ops.arange(count)) % count
-    return ops.gather(index, place), ops.gather(values, place)
-
-
 def sent_by_ranks(
     ops: Ops, layout: Layout, coding: IndexCoding, payload: Mapping[str, Tensor], count: int
 ) -> list[tuple[Tensor, Tensor]]:
@@ -252,7 +245,7 @@ def sent_by_ranks(
     for rank in range(payload["values"].shape[0]):
         indices = {name: part[rank] for name, part in payload.items() if name != "values"}
         index = coding.decode(ops, layout, indices, count)
-        sent.append(in_order(ops, index, payload["values"][rank]))
+        sent.append((index, payload["values"][rank]))
     return sent
 
 

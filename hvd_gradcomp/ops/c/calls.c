@@ -281,7 +281,7 @@ static int run_decode_ascending(call *c) {
 /* Checks the form of words that are sent apart; gives the words of each part of a body. */
 static int apart_sizes(int64_t count, int64_t low, int64_t width, int64_t bits, int64_t *parts) {
   TRY(code_sizes(1, count, low, width));
-  NEED(1 <= bits && bits < 32 && low < 32, "an index and a code are a word");
+  NEED(0 <= bits && bits < 32 && low < 32, "an index and a code are a word");
   parts[0] = (count + GROUP - 1) / GROUP * low;
   parts[1] = (width + 31) / 32;
   parts[2] = (count + GROUP - 1) / GROUP * bits;
@@ -1117,29 +1117,16 @@ static int run_threshold_add(call *c) {
 
 /* -- top-k: input 0 is the bucket, and input 1 the form of a body ------------------------------ */
 
-/* Reads the seven numbers of `Form`, and checks that the parts of a body fit together. */
+/* Reads the two numbers of `Form`. */
 static int form_of(const call *c, int needs_values, form *as, int64_t *bytes) {
-  TRY(is_vector(c, 1, INT64, 7));
-  const int64_t *n = INT64S(1), size = *bytes = n[0], most = 2 * *INT64S(0);
-  *as = (form){n[1], n[3], n[4], n[5], n[6], n[2]};
-  int64_t valued = needs_values || as->values != size, packed = as->blocks != 0;
-  const int64_t parts[3][3] = {
-      {as->values, valued ? as->capacity : 0, 4},
-      {as->index, packed ? as->blocks : as->capacity, packed ? 1 : 4},
-      {packed ? as->deltas : 0, packed ? as->room : 0, 4},
-  };
-  int fits = 0 <= size && size % 4 == 0 && size < (int64_t)1 << 40 && as->capacity <= most;
-  for (int i = 0; i < 3; i++)
-    fits = fits && 0 <= parts[i][0] && parts[i][0] % 4 == 0 && parts[i][0] <= size &&
-           0 <= parts[i][1] && parts[i][1] <= most &&
-           parts[i][0] + parts[i][1] * parts[i][2] <= size;
-  NEED(fits && (!packed || as->blocks == (as->capacity + GROUP - 1) / GROUP),
-       "the parts of the form do not fit together");
+  TRY(is_vector(c, 1, INT64, 2));
+  const int64_t *n = INT64S(1);
+  *as = (form){n[0], n[1]};
+  NEED(0 <= n[0] && n[0] <= 2 * *INT64S(0) && needs_values <= n[1] && n[1] <= 1,
+       "no such form of a body");
+  *bytes = 4 * as->capacity * (1 + as->valued);
   return 0;
 }
-
-/* Bytes of memory for the unpacked indices of a body. */
-static int64_t unpacked(const form *as) { return 4 * GROUP * as->blocks; }
 
 /* bucket, form, strides, quota, slack, hint, gradient, r[, u]; step, whole, nesterov, masking,
  * commits; momentum -> body, sent, chosen, per_layer, hint[, r[, u]]
@@ -1164,7 +1151,7 @@ static int plan_topk_write(call *c) {
     NEED(0 <= INT64S(3)[i] && INT64S(3)[i] <= size && 0 <= INT64S(4)[i] &&
              INT64S(4)[i] <= INT32_MAX,
          "quota and slack are numbers of elements");
-  c->scratch_bytes += 8 * groups + 8 * size + unpacked(&as);
+  c->scratch_bytes += 8 * groups + 8 * size;
   TRY(gives_vector(c, 0, UINT8, bytes));
   TRY(gives_number(c, 1, INT64));
   TRY(gives_number(c, 2, INT64));
@@ -1195,10 +1182,8 @@ static int run_topk_write(call *c) {
   topk_again(&of, looks ? FLOATS(7) : r, looks ? FLOATS(6) : NULL, k, slack, &found, threads);
   memcpy(OUT(float, 4), FLOATS(5), 4 * (size_t)c->in[5].length);
   int64_t chosen = topk_choose(&of, step, k, &found, OUT(float, 4), threads);
-  uint32_t *scratch = bits + where.size;
-  topk_write(&of, &as, &found, chosen, step, scratch, OUT(uint8_t, 0), bytes, per_layer, threads);
-  if (c->ints[4] && !looks)
-    topk_commit(&how, &where, &as, OUT(uint8_t, 0), scratch, r, u, threads);
+  topk_write(&of, &as, &found, chosen, OUT(uint8_t, 0), per_layer, threads);
+  if (c->ints[4] && !looks) topk_commit(&how, &where, &as, OUT(uint8_t, 0), r, u, threads);
   for (int64_t i = 0; i < where.layers; i++) total += per_layer[i];
   *OUT(int64_t, 1) = total;
   *OUT(int64_t, 2) = chosen;
@@ -1210,19 +1195,14 @@ static int plan_body(call *c, form *as) {
   int64_t bytes;
   TRY(plan_bucket(c));
   TRY(form_of(c, 0, as, &bytes));
-  TRY(is_vector(c, 2, UINT8, bytes));
-  c->scratch_bytes += unpacked(as) + 4 * as->capacity;
-  return 0;
+  return is_vector(c, 2, UINT8, bytes);
 }
 
-/* Lays open the bucket and the form. */
-static place open_form(call *c, form *as, uint32_t **scratch) {
-  char *rest;
+/* Lays open the bucket and the form; `rest`: see `open_bucket`. */
+static place open_form(call *c, form *as, char **rest) {
   int64_t bytes;
   (void)form_of(c, 0, as, &bytes);
-  const place where = open_bucket(c, 0, NULL, &rest);
-  *scratch = (uint32_t *)rest;
-  return where;
+  return open_bucket(c, 0, NULL, rest);
 }
 
 /* bucket, form, body; masking -> r[, u], of which the body's elements are committed */
@@ -1237,11 +1217,10 @@ static int plan_topk_commit(call *c) {
 
 static int run_topk_commit(call *c) {
   form as;
-  uint32_t *scratch;
   const collecting how = {.masking = *c->ints != 0};
-  const place where = open_form(c, &as, &scratch);
-  topk_commit(&how, &where, &as, BYTES(2), scratch, OUT(float, 0),
-              c->n_out == 2 ? OUT(float, 1) : NULL, (int)c->threads);
+  const place where = open_form(c, &as, NULL);
+  topk_commit(&how, &where, &as, BYTES(2), OUT(float, 0), c->n_out == 2 ? OUT(float, 1) : NULL,
+              (int)c->threads);
   return 0;
 }
 
@@ -1256,16 +1235,14 @@ static int plan_topk_add(call *c) {
   TRY(is(c, 2, UINT8, 2, c->in[3].length, bytes));
   NEED(c->in[2].stride % 4 == 0, "bodies are whole words");
   TRY(is_vector(c, 4, FLOAT, *INT64S(0)));
-  c->scratch_bytes += unpacked(&as) * c->in[3].length;
   return gives_like(c, 0, 4);
 }
 
 static int run_topk_add(call *c) {
   form as;
-  uint32_t *scratch;
-  const place where = open_form(c, &as, &scratch);
-  return topk_add(&where, &as, BYTES(2), c->in[2].stride, c->in[2].rows, FLOATS(3), scratch,
-                  OUT(float, 0), (int)c->threads);
+  const place where = open_form(c, &as, NULL);
+  return topk_add(&where, &as, BYTES(2), c->in[2].stride, c->in[2].rows, FLOATS(3), OUT(float, 0),
+                  (int)c->threads);
 }
 
 /* bucket, form, body, r, gradient -> values */
@@ -1279,10 +1256,8 @@ static int plan_topk_values(call *c) {
 
 static int run_topk_values(call *c) {
   form as;
-  uint32_t *scratch;
-  const place where = open_form(c, &as, &scratch);
-  return topk_values(&where, &as, BYTES(2), scratch, FLOATS(3), FLOATS(4), OUT(float, 0),
-                     (int)c->threads);
+  const place where = open_form(c, &as, NULL);
+  return topk_values(&where, &as, BYTES(2), FLOATS(3), FLOATS(4), OUT(float, 0), (int)c->threads);
 }
 
 /* bucket, form, body, r, gradient, total; beta, keeps -> mean, r, per_layer */
@@ -1292,6 +1267,7 @@ static int plan_topk_replace(call *c) {
   TRY(plan_body(c, &as));
   for (int i = 3; i < 5; i++) TRY(is_vector(c, i, FLOAT, *INT64S(0)));
   TRY(is_vector(c, 5, FLOAT, as.capacity));
+  c->scratch_bytes += 4 * as.capacity;
   TRY(gives_like(c, 0, 4));
   TRY(gives_like(c, 1, 3));
   return gives_vector(c, 2, INT64, LAYERS(0));
@@ -1299,10 +1275,10 @@ static int plan_topk_replace(call *c) {
 
 static int run_topk_replace(call *c) {
   form as;
-  uint32_t *scratch;
-  const place where = open_form(c, &as, &scratch);
+  char *kept;
+  const place where = open_form(c, &as, &kept);
   return topk_replace(&where, &as, BYTES(2), FLOATS(5), (float)c->floats[0], (float)c->floats[1],
-                      scratch, OUT(float, 1), FLOATS(3), OUT(float, 0), FLOATS(4),
+                      (float *)kept, OUT(float, 1), FLOATS(3), OUT(float, 0), FLOATS(4),
                       OUT(int64_t, 2), (int)c->threads);
 }
 

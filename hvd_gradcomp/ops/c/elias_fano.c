@@ -190,7 +190,7 @@ void decode_ascending(const int64_t *lows, const int64_t *highs, int64_t rows, i
   }
 }
 
-/* -- words: a code of `bits` bits above an index ------------------------------------------------ */
+/* -- words: a code of `bits` bits, or none, above an index -------------------------------------- */
 
 /* Words whose indices ascend, as `low` planes of the indices, their other bits, planes of codes.
  *
@@ -203,16 +203,15 @@ int encode_words(const uint32_t *words, int64_t count, int64_t low, int64_t widt
   for (int64_t at = 0; at < count; at += GROUP, lows += low, codes += bits) {
     uint32_t index[GROUP] = {0}, code[GROUP] = {0};
     int64_t n = count - at < GROUP ? count - at : GROUP;
-    for (int64_t i = 0; i < n; i++) {
-      index[i] = words[at + i] & mask;
-      code[i] = words[at + i] >> (32 - bits);
-    }
+    for (int64_t i = 0; i < n; i++) index[i] = words[at + i] & mask;
     for (int64_t i = 0; i < n; i++) {
       int64_t place = ((int64_t)index[i] >> low) + at + i;
       if (place >= width) return BEYOND;
       highs[place >> 5] |= (uint32_t)1 << (place & 31);
     }
     BEST(to_planes)(index, (int)low, lows);
+    if (!bits) continue;
+    for (int64_t i = 0; i < n; i++) code[i] = words[at + i] >> (32 - bits);
     BEST(to_planes)(code, bits, codes);
   }
   return 0;
@@ -254,8 +253,9 @@ int decode_words(const uint32_t *lows, const uint32_t *highs, const uint32_t *co
     uint32_t last[GROUP] = {0}, code[GROUP] = {0};
     int64_t n = count - at < GROUP ? count - at : GROUP;
     BEST(from_planes)(lows, (int)low, 0, last);
-    BEST(from_planes)(codes, bits, 32 - bits, code);
     before = join(words + at, last, n, low, most, (uint32_t)universe, before, &fall);
+    if (!bits) continue;
+    BEST(from_planes)(codes, bits, 32 - bits, code);
     for (int64_t i = 0; i < n; i++) words[at + i] += code[i];
   }
   return !fall;

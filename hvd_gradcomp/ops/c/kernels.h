@@ -44,10 +44,9 @@ typedef struct {
   int64_t *count; /* of each group */
 } elements;
 
-/* Where the parts of a body lie, in bytes; its size for values that it does not have. */
+/* A body: `capacity` values if it is `valued`, and as many indices behind them; see `Form`. */
 typedef struct {
-  int64_t capacity, blocks, room; /* blocks: of packed indices, in `room` words; else 0 */
-  int64_t index, deltas, values;  /* index: indices as they are, or the blocks' widths */
+  int64_t capacity, valued;
 } form;
 
 int64_t threshold_find(const rule *how, const place *where, float *r, float *v, const float *r0,
@@ -74,17 +73,16 @@ void topk_again(const scope *of, const float *r, const float *g, const int64_t *
 int64_t topk_choose(const scope *of, int64_t step, const int64_t *k, const elements *found,
                        float *hint, int threads);
 void topk_write(const scope *of, const form *as, const elements *chosen, int64_t count,
-                   int64_t turn, uint32_t *scratch, uint8_t *body, int64_t bytes, int64_t *sent,
-                   int threads);
+                   uint8_t *body, int64_t *sent, int threads);
 void topk_commit(const collecting *how, const place *where, const form *as, const uint8_t *body,
-                    uint32_t *scratch, float *r, float *u, int threads);
+                    float *r, float *u, int threads);
 int topk_add(const place *where, const form *as, const uint8_t *bodies, int64_t stride,
-                int64_t ranks, const float *weights, uint32_t *scratch, float *room, int threads);
-int topk_values(const place *where, const form *as, const uint8_t *body, uint32_t *scratch,
-                   const float *r, const float *g, float *values, int threads);
+                int64_t ranks, const float *weights, float *total, int threads);
+int topk_values(const place *where, const form *as, const uint8_t *body, const float *r,
+                   const float *g, float *values, int threads);
 int topk_replace(const place *where, const form *as, const uint8_t *body, const float *total,
-                    float beta, float keeps, uint32_t *scratch, float *r, const float *r0,
-                    float *mean, const float *g, int64_t *sent, int threads);
+                    float beta, float keeps, float *kept, float *r, const float *r0, float *mean,
+                    const float *g, int64_t *sent, int threads);
 
 /* -- elias_fano.c -- */
 

@@ -193,7 +193,7 @@ class Gradcomp : public OpKernel {
     int failed = kernel_run(number_, &now);
     OP_REQUIRES(c, failed != BEYOND,
                 InvalidArgument("assertion failed: hvd_gradcomp: an index points outside of its "
-                                "bucket: a payload is damaged"));
+                                "bucket, or does not ascend: a payload is damaged"));
     OP_REQUIRES(c, !failed, ResourceExhausted("no memory to compress a bucket with"));
   }
 

@@ -12,8 +12,6 @@
 #define SAMPLE_RUN 16    /* neighbours that are looked at together */
 #define DIGIT 11         /* bits that one histogram of candidates tells apart */
 #define VECTOR 16        /* of them, looked at together */
-#define BLOCK 32         /* indices that are packed together */
-#define NARROW 26        /* bits of a difference of which BLOCK together stay below 2**31 */
 #define SHARED (1 << 18) /* candidates of a group that threads share */
 
 static int64_t groups_of(const scope *of) { return of->whole ? 1 : of->where.layers; }
@@ -418,261 +416,59 @@ static int64_t within(int64_t x, int64_t least, int64_t most) {
   return x < least ? least : x > most ? most : x;
 }
 
-static void fill_up(uint32_t *out, int64_t from, int64_t to, uint32_t filling) {
-  for (int64_t i = from; i < to; i++) out[i] = filling;
-}
-
-/* out = what is chosen from the number `first` on, up to `count`, and then what lies before; with
- * `filling` behind each. */
-static void rotate(const scope *of, const int64_t *ends, const uint32_t *items, int64_t count,
-                   int64_t capacity, int64_t first, uint32_t filling, uint32_t *out, int threads) {
-  int64_t head = count < first ? count : first, turned = capacity - first;
+/* out = the first `count` items that are chosen, and `filling` behind them. */
+static void lay_out(const scope *of, const int64_t *ends, const uint32_t *items, int64_t count,
+                    int64_t capacity, uint32_t filling, uint32_t *out, int threads) {
   IN_PIECES
   for (int t = 0; t < threads; t++) {
     int64_t from = border(capacity, VECTOR, t, threads);
     int64_t to = border(capacity, VECTOR, t + 1, threads);
-    int64_t tail_ends = within(count - head, from, to), head_starts = within(turned, from, to);
-    int64_t head_ends = within(turned + head, from, to);
-    copy_chosen(of, ends, items, first + from, first + tail_ends, out + from);
-    fill_up(out, tail_ends, head_starts, filling);
-    copy_chosen(of, ends, items, head_starts - turned, head_ends - turned, out + head_starts);
-    fill_up(out, head_ends, to, filling);
+    int64_t full = within(count, from, to);
+    copy_chosen(of, ends, items, from, full, out + from);
+    for (int64_t i = full; i < to; i++) out[i] = filling;
   }
 }
 
-static void to_planes_plainly(const uint32_t *steps, int width, uint32_t *words) {
-  for (int plane = 0; plane < width; plane++) {
-    uint32_t word = 0;
-    for (int lane = 0; lane < BLOCK; lane++) word |= (steps[lane] >> plane & 1) << lane;
-    words[plane] = word;
-  }
-}
-
-#ifdef __x86_64__
-__attribute__((target("avx512f"))) static void to_planes_avx512(const uint32_t *steps, int width,
-                                                                 uint32_t *words) {
-  const __m512i low = _mm512_loadu_si512(steps), high = _mm512_loadu_si512(steps + VECTOR);
-  for (int plane = 0; plane < width; plane++) {
-    const __m512i bit = _mm512_set1_epi32((int)(1u << plane));
-    words[plane] = (uint32_t)_mm512_test_epi32_mask(low, bit) |
-                   (uint32_t)_mm512_test_epi32_mask(high, bit) << VECTOR;
-  }
-}
-
-/* Each with the sum of those before it. */
-__attribute__((target("avx512f"))) static inline __m512i sums_avx512(__m512i x) {
-  const __m512i zero = _mm512_setzero_si512();
-  x = _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, VECTOR - 1));
-  x = _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, VECTOR - 2));
-  x = _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, VECTOR - 4));
-  return _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, VECTOR - 8));
-}
-
-/* The indices of a block behind `at`. Returns the last. */
-__attribute__((target("avx512f"))) static uint32_t from_planes_avx512(const uint32_t *words,
-                                                                       int width, uint32_t at,
-                                                                       uint32_t *index) {
-  const __m512i last = _mm512_set1_epi32(VECTOR - 1);
-  __m512i low = _mm512_setzero_si512(), high = low;
-  for (int plane = 0; plane < width; plane++) {
-    const __m512i bit = _mm512_set1_epi32((int)(1u << plane));
-    low = _mm512_mask_or_epi32(low, (__mmask16)words[plane], low, bit);
-    high = _mm512_mask_or_epi32(high, (__mmask16)(words[plane] >> VECTOR), high, bit);
-  }
-  low = sums_avx512(low), high = sums_avx512(high);
-  high = _mm512_add_epi32(high, _mm512_permutexvar_epi32(last, low));
-  _mm512_storeu_si512(index, _mm512_add_epi32(low, _mm512_set1_epi32((int)at)));
-  _mm512_storeu_si512(index + VECTOR, _mm512_add_epi32(high, _mm512_set1_epi32((int)at)));
-  return at + (uint32_t)_mm_extract_epi32(_mm512_extracti32x4_epi32(high, 3), 3);
-}
-#endif
-
-static void to_planes(const uint32_t *steps, int width, uint32_t *words) {
-#ifdef __x86_64__
-  if (__builtin_cpu_supports("avx512f")) {
-    to_planes_avx512(steps, width, words);
-    return;
-  }
-#endif
-  to_planes_plainly(steps, width, words);
-}
-
-/* The indices of a block behind `at`, which becomes the last; 0 if they do not all lie between it
- * and `size`, or may not. */
-static int from_planes(const uint32_t *words, int width, int64_t size, int64_t *at,
-                       uint32_t *index) {
-#ifdef __x86_64__
-  if (width <= NARROW && *at < INT32_MAX && __builtin_cpu_supports("avx512f")) {
-    uint32_t next = from_planes_avx512(words, width, (uint32_t)*at, index);
-    if (next < size) *at = next;
-    return next < size;
-  }
-#endif
-  (void)words, (void)width, (void)size, (void)at, (void)index;
-  return 0;
-}
-
-/* Packs blocks from one to another, behind so many words, which become more.
- *
- * words: NULL for widths alone. Returns the last that has room, counted from 1, or 0.
- */
-FAST static int64_t pack_blocks(const form *as, uint32_t size, const uint32_t *index,
-                                uint8_t *widths, uint32_t *words, int64_t from, int64_t to,
-                                int64_t *begin) {
-  int64_t fit = 0, end = *begin;
-  for (int64_t block = from; block < to; block++) {
-    const uint32_t *here = index + block * BLOCK;
-    uint32_t last[BLOCK], steps[BLOCK], any = 0;
-    last[0] = block ? here[-1] : 0;
-    memcpy(last + 1, here, sizeof last - sizeof *last);
-    for (int lane = 0; lane < BLOCK; lane++) {
-      steps[lane] = here[lane] - last[lane] + (here[lane] < last[lane] ? size : 0);
-      any |= steps[lane];
-    }
-    int width = any ? 32 - __builtin_clz(any) : 0;
-    widths[block] = (uint8_t)width;
-    if (words && end + width <= as->room) {
-      to_planes(steps, width, words + end);
-      fit = block + 1;
-    }
-    end += width;
-  }
-  *begin = end;
-  return fit;
-}
-
-/* Packs indices in blocks, each to the bits that its largest difference needs, while there is room.
- *
- * index [blocks * BLOCK]. Returns how many blocks have room.
- */
-static int64_t pack(const form *as, uint32_t size, const uint32_t *index, uint8_t *widths,
-                    uint32_t *words, int threads) {
-  int64_t *ends = threads > 1 ? calloc((size_t)threads, sizeof(int64_t)) : NULL, end = 0, fit = 0;
-  if (!ends) return pack_blocks(as, size, index, widths, words, 0, as->blocks, &end);
-  IN_PIECES
-  for (int t = 0; t < threads; t++)
-    pack_blocks(as, size, index, widths, NULL, border(as->blocks, 1, t, threads),
-                border(as->blocks, 1, t + 1, threads), ends + t);
-  for (int t = 0; t < threads; t++) {
-    int64_t own = ends[t];
-    ends[t] = end;
-    end += own;
-  }
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(max : fit)
-  for (int t = 0; t < threads; t++) {
-    int64_t own = pack_blocks(as, size, index, widths, words, border(as->blocks, 1, t, threads),
-                              border(as->blocks, 1, t + 1, threads), ends + t);
-    fit = own > fit ? own : fit;
-  }
-  free(ends);
-  return fit;
-}
-
-/* The inverse; also of what nobody packed: indices lie within the bucket, whatever is given.
- *
- * wraps: how often they begin again at the front; cut: from which on they do so first.
- */
-FAST static int64_t unpack(const form *as, int64_t size, const uint8_t *widths,
-                           const uint32_t *words, uint32_t *index, int64_t *wraps, int64_t *cut) {
-  int most = 64 - __builtin_clzll((unsigned long long)size);
-  int64_t end = 0, at = 0, block = 0;
-  *wraps = 0;
-  for (; block < as->blocks; block++) {
-    uint32_t steps[BLOCK] = {0}, *here = index + block * BLOCK;
-    int width = widths[block] < most ? widths[block] : most;
-    if (end + widths[block] > as->room) break;
-    if (from_planes(words + end, width, size, &at, here)) {
-      end += widths[block];
-      continue;
-    }
-    for (int plane = 0; plane < width; plane++)
-      for (int lane = 0; lane < BLOCK; lane++)
-        steps[lane] |= (words[end + plane] >> lane & 1) << plane;
-    end += widths[block];
-    for (int lane = 0; lane < BLOCK; lane++) {
-      at += steps[lane];
-      if (at >= size && !(*wraps)++) *cut = block * BLOCK + lane;
-      while (at >= size) at -= size;
-      here[lane] = (uint32_t)at;
-    }
-  }
-  return block;
-}
-
-/* What a rank sends: ascending up to `cut`, and ascending from there. */
+/* A body: values, if it has any, and then indices; both of `capacity` elements. */
 typedef struct {
   const uint32_t *index;
   const float *values;
-  int64_t count, cut;
+  int64_t count;
 } share;
 
-/* What a body says. scratch [blocks * BLOCK].
- *
- * Returns BEYOND if an index lies beyond the bucket, 1 if it does not ascend as what `topk_write`
- * writes does, or 0.
- */
-static int share_of(const form *as, const place *where, const uint8_t *body, uint32_t *scratch,
-                    share *of) {
-  int64_t wraps, count = as->capacity, cut = count ? 1 : 0;
-  const uint32_t *index = as->blocks ? scratch : (const uint32_t *)(body + as->index);
-  of->index = index, of->values = (const float *)(body + as->values);
-  if (as->blocks) {
-    int64_t fit = unpack(as, where->size, body + as->index, (const uint32_t *)(body + as->deltas),
-                         scratch, &wraps, &cut);
-    of->count = fit * BLOCK < count ? fit * BLOCK : count;
-    of->cut = wraps && cut < of->count ? cut : of->count;
-    return wraps > 1;
-  }
-  while (cut < count && index[cut] >= index[cut - 1]) cut++;
-  of->count = count, of->cut = cut;
-  int before = order_of(index, cut, ~0u, (uint32_t)where->size);
-  int after = order_of(index + cut, count - cut, ~0u, (uint32_t)where->size);
-  return before < 0 || after < 0 ? BEYOND : after;
+static share share_of(const form *as, const uint8_t *body) {
+  const uint32_t *index = (const uint32_t *)body + (as->valued ? as->capacity : 0);
+  return (share){index, (const float *)body, as->capacity};
 }
 
-/* A body. Indices that have no room stay here, and the list begins elsewhere each turn.
+/* Returns BEYOND if an index lies beyond the bucket or before the one in front of it, or 0. */
+static int check_share(const share *of, const place *where) {
+  return order_of(of->index, of->count, ~0u, (uint32_t)where->size) ? BEYOND : 0;
+}
+
+/* Writes a body; its indices ascend, and unused ones are the sink.
  *
- * chosen, count: of `topk_choose`. scratch [blocks * BLOCK].
- * sent [layers]: how many of each layer are sent.
+ * chosen, count: of `topk_choose`. sent [layers]: how many of each layer are sent.
  */
 void topk_write(const scope *of, const form *as, const elements *chosen, int64_t count,
-                   int64_t turn, uint32_t *scratch, uint8_t *body, int64_t bytes, int64_t *sent,
-                   int threads) {
+                   uint8_t *body, int64_t *sent, int threads) {
   const place *where = &of->where;
-  const int64_t *ends = chosen->count;
+  const int64_t *ends = chosen->count, capacity = as->capacity;
   uint32_t sink = (uint32_t)(where->size - 1), last;
-  uint32_t *index = as->blocks ? scratch : (uint32_t *)(body + as->index);
-  int64_t capacity = as->capacity, places = capacity;
-  int64_t filled = as->values < bytes ? as->values + (int64_t)sizeof(uint32_t) * capacity : bytes;
-  memset(body, 0, (size_t)as->values);
-  memset(body + filled, 0, (size_t)(bytes - filled));
+  uint32_t *index = (uint32_t *)body + (as->valued ? capacity : 0);
   memset(sent, 0, sizeof(int64_t) * (size_t)where->layers);
   if (count > capacity) count = capacity;
   if (count) copy_chosen(of, ends, chosen->index, count - 1, count, &last);
   if (count && last >= sink) count--;
-  int64_t first = as->blocks ? turn % as->blocks * BLOCK : 0, head = count < first ? count : first;
-  rotate(of, ends, chosen->index, count, capacity, first, sink, index, threads);
-  if (as->blocks) {
-    fill_up(index, capacity, as->blocks * BLOCK, sink);
-    int64_t fit = pack(as, (uint32_t)where->size, index, body + as->index,
-                       (uint32_t *)(body + as->deltas), threads);
-    if (fit * BLOCK < places) places = fit * BLOCK;
-  }
-  if (as->values < bytes) {
-    uint32_t *values = (uint32_t *)(body + as->values);
-    rotate(of, ends, chosen->bits, count, capacity, first, 0, values, threads);
-    memset(values + places, 0, sizeof(uint32_t) * (size_t)(capacity - places));
-  }
-  int64_t turned = capacity - first, wrapped = within(places - turned, 0, head);
-  count_layers(where, ~0u, index, within(places, 0, count - head), sent);
-  count_layers(where, ~0u, index + turned, wrapped, sent);
+  lay_out(of, ends, chosen->index, count, capacity, sink, index, threads);
+  if (as->valued) lay_out(of, ends, chosen->bits, count, capacity, 0, (uint32_t *)body, threads);
+  count_layers(where, ~0u, index, count, sent);
 }
 
 /* Takes out of r and u what a body of this rank says. */
 void topk_commit(const collecting *how, const place *where, const form *as, const uint8_t *body,
-                    uint32_t *scratch, float *r, float *u, int threads) {
-  share of;
-  share_of(as, where, body, scratch, &of);
+                    float *r, float *u, int threads) {
+  const share of = share_of(as, body);
   int stops = u && how->masking;
   IN_PIECES
   for (int64_t i = 0; i < of.count; i++) {
@@ -685,66 +481,57 @@ void topk_commit(const collecting *how, const place *where, const form *as, cons
 
 /* -- adding up ------------------------------------------------------------------------------- */
 
-static void add_between(const share *of, int64_t from, int64_t to, float weight, int64_t at,
-                        int64_t end, float *room) {
-  int64_t i = from + first_from(of->index + from, to - from, ~0u, at);
-  for (; i < to && of->index[i] < end; i++) {
+/* Adds a rank's elements in a stretch of the bucket to the total. */
+static void add_share(const share *of, float weight, int64_t at, int64_t end, float *total) {
+  int64_t i = first_from(of->index, of->count, ~0u, at);
+  for (; i < of->count && of->index[i] < end; i++) {
     float part = of->values[i] * weight;
-    room[of->index[i]] = room[of->index[i]] + part;
+    total[of->index[i]] = total[of->index[i]] + part;
   }
 }
 
-/* room = the sum of all ranks' elements times their weight, rank by rank in rank order.
+/* total = the sum of all ranks' elements times their weight, rank by rank in rank order.
  *
- * bodies: of all ranks, `stride` bytes apart. scratch [ranks * blocks * BLOCK].
- * Returns BEYOND if an index lies beyond the bucket, NO_MEMORY, or 0.
+ * bodies: of all ranks, `stride` bytes apart.
+ * Returns BEYOND if indices lie beyond the bucket or do not ascend, NO_MEMORY, or 0.
  */
 int topk_add(const place *where, const form *as, const uint8_t *bodies, int64_t stride,
-                int64_t ranks, const float *weights, uint32_t *scratch, float *room, int threads) {
+                int64_t ranks, const float *weights, float *total, int threads) {
   share *shares = malloc(sizeof(share) * (size_t)(ranks + 1));
-  int wild = 0, beyond = 0;
+  int beyond = 0;
   if (!shares) return NO_MEMORY;
-#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(| : wild, beyond)
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(| : beyond)
   for (int64_t rank = 0; rank < ranks; rank++) {
-    int order = share_of(as, where, bodies + rank * stride, scratch + rank * as->blocks * BLOCK,
-                         shares + rank);
-    beyond |= order < 0;
-    wild |= order > 0;
+    shares[rank] = share_of(as, bodies + rank * stride);
+    beyond |= check_share(shares + rank, where) != 0;
   }
-  if (wild) threads = 1; /* nobody here writes such: one walk over all, for each rank */
-  int64_t grain = wild ? where->size : TILE;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && !beyond) schedule(static)
   for (int t = 0; t < threads; t++) {
-    int64_t stop = beyond ? 0 : border(where->size, grain, t + 1, threads);
-    for (int64_t at = border(where->size, grain, t, threads); at < stop; at += grain) {
-      int64_t end = at + grain < stop ? at + grain : stop;
-      memset(room + at, 0, sizeof(float) * (size_t)(end - at));
-      end -= !wild && end == where->size; /* the sink: all that is not used points there */
-      for (int64_t rank = 0; rank < ranks; rank++) {
-        const share *of = shares + rank;
-        add_between(of, 0, of->cut, weights[rank], at, end, room);
-        add_between(of, of->cut, of->count, weights[rank], at, end, room);
-      }
+    int64_t stop = beyond ? 0 : border(where->size, TILE, t + 1, threads);
+    for (int64_t at = border(where->size, TILE, t, threads); at < stop; at += TILE) {
+      int64_t end = at + TILE < stop ? at + TILE : stop;
+      memset(total + at, 0, sizeof(float) * (size_t)(end - at));
+      end -= end == where->size; /* the sink: all that is not used points there */
+      for (int64_t rank = 0; rank < ranks; rank++)
+        add_share(shares + rank, weights[rank], at, end, total);
     }
   }
-  if (!beyond) room[where->size - 1] = 0.0f;
   free(shares);
   return beyond ? BEYOND : 0;
 }
 
 /* -- values where another rank has chosen ----------------------------------------------------- */
 
-/* values [capacity] = r + g at the indices of a body, 0 where it has none.
+/* values [capacity] = r + g at the indices of a body.
  *
- * scratch [blocks * BLOCK]. Returns BEYOND if an index lies beyond the bucket, or 0.
+ * Returns BEYOND if indices lie beyond the bucket or do not ascend, or 0.
  */
-int topk_values(const place *where, const form *as, const uint8_t *body, uint32_t *scratch,
-                   const float *r, const float *g, float *values, int threads) {
-  share of = {0};
-  if (share_of(as, where, body, scratch, &of) < 0) return BEYOND;
+int topk_values(const place *where, const form *as, const uint8_t *body, const float *r,
+                   const float *g, float *values, int threads) {
+  const share of = share_of(as, body);
+  if (check_share(&of, where)) return BEYOND;
   IN_PIECES
-  for (int64_t i = 0; i < as->capacity; i++)
-    values[i] = i < of.count ? r[of.index[i]] + g[of.index[i]] : 0.0f;
+  for (int64_t i = 0; i < of.count; i++) values[i] = r[of.index[i]] + g[of.index[i]];
   return 0;
 }
 
@@ -754,11 +541,11 @@ FAST static void add_scaled(float *x, const float *from, const float *y, int64_t
   for (int64_t i = 0; i < n; i++) x[i] = from[i] + y[i] * factor;
 }
 
-/* Puts `total`, and `kept` (0 if NULL), where indices from `from` to `to` lie in a stretch. */
-static void put_between(const share *of, int64_t from, int64_t to, const float *kept,
-                        const float *total, int64_t at, int64_t end, float *r, float *mean) {
-  int64_t i = from + first_from(of->index + from, to - from, ~0u, at);
-  for (; i < to && of->index[i] < end; i++) {
+/* Puts `total`, and `kept` (0 if NULL), at the indices that lie in a stretch. */
+static void put_share(const share *of, const float *kept, const float *total, int64_t at,
+                      int64_t end, float *r, float *mean) {
+  int64_t i = first_from(of->index, of->count, ~0u, at);
+  for (; i < of->count && of->index[i] < end; i++) {
     r[of->index[i]] = kept ? kept[i] : 0.0f;
     mean[of->index[i]] = total[i];
   }
@@ -766,33 +553,29 @@ static void put_between(const share *of, int64_t from, int64_t to, const float *
 
 /* r = r0 + beta * g, but keeps * r0 at the indices of a body; mean = `total` there, else 0.
  *
- * r0 may be r, and g mean. total [capacity]. scratch [blocks * BLOCK + capacity].
+ * r0 may be r, and g mean. total, kept [capacity]: kept is scratch.
  * sent [layers]: how many of each layer were chosen.
- * Returns BEYOND if an index lies beyond the bucket, and nothing is written; or 0.
+ * Returns BEYOND if indices lie beyond the bucket or do not ascend, and nothing is written; or 0.
  */
 int topk_replace(const place *where, const form *as, const uint8_t *body, const float *total,
-                    float beta, float keeps, uint32_t *scratch, float *r, const float *r0,
-                    float *mean, const float *g, int64_t *sent, int threads) {
-  share of = {0};
-  int wild = share_of(as, where, body, scratch, &of);
-  if (wild < 0) return BEYOND;
-  float *kept = keeps ? (float *)(scratch + as->blocks * BLOCK) : NULL;
+                    float beta, float keeps, float *kept, float *r, const float *r0, float *mean,
+                    const float *g, int64_t *sent, int threads) {
+  const share of = share_of(as, body);
+  if (check_share(&of, where)) return BEYOND;
+  if (!keeps) kept = NULL;
   for (int64_t i = 0; kept && i < of.count; i++) kept[i] = r0[of.index[i]] * keeps;
   memset(sent, 0, sizeof(int64_t) * (size_t)where->layers);
-  for (int64_t i = 0; i < of.count; i++)
-    sent[layer_of(where, of.index[i])] += of.index[i] < where->size - 1;
-  if (wild) threads = 1; /* nobody here writes such */
-  int64_t grain = wild ? where->size : TILE;
+  count_layers(where, ~0u, of.index,
+               first_from(of.index, of.count, ~0u, where->size - 1), sent);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
   for (int t = 0; t < threads; t++) {
-    int64_t stop = border(where->size, grain, t + 1, threads);
-    for (int64_t at = border(where->size, grain, t, threads); at < stop; at += grain) {
-      int64_t end = at + grain < stop ? at + grain : stop;
+    int64_t stop = border(where->size, TILE, t + 1, threads);
+    for (int64_t at = border(where->size, TILE, t, threads); at < stop; at += TILE) {
+      int64_t end = at + TILE < stop ? at + TILE : stop;
       add_scaled(r + at, r0 + at, g + at, end - at, beta);
       memset(mean + at, 0, sizeof(float) * (size_t)(end - at));
-      end -= !wild && end == where->size;
-      put_between(&of, 0, of.cut, kept, total, at, end, r, mean);
-      put_between(&of, of.cut, of.count, kept, total, at, end, r, mean);
+      end -= end == where->size;
+      put_share(&of, kept, total, at, end, r, mean);
     }
   }
   r[where->size - 1] = mean[where->size - 1] = 0.0f;

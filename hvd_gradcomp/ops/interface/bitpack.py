@@ -184,12 +184,12 @@ class BitPacking(Reduction):
             codes: int64 [count] below 2**bits.
             index: int64 [count].
             low, width, universe: of `encode_ascending`.
-            bits: of a code.
+            bits: of a code; 0 for indices alone.
         """
-        unused = _whole(self.length(codes)) - self.length(codes)
-        planes = self.pack(self.concat((codes, self.full((unused,), 0))), bits)
-        row = self.reshape(index, (1, -1))
-        words = *self.encode_ascending(row, low, width, universe), planes
+        words = list(self.encode_ascending(self.reshape(index, (1, -1)), low, width, universe))
+        if bits:
+            unused = _whole(self.length(codes)) - self.length(codes)
+            words.append(self.pack(self.concat((codes, self.full((unused,), 0))), bits))
         return self.concat([self.to_bytes(part, "uint32") for part in words])
 
     def encode_words(
@@ -238,8 +238,8 @@ class BitPacking(Reduction):
             code = lows[rank], highs[rank]
             index = self.decode_ascending(code, (1, count), low, width, universe)
             index = self.reshape(index, (-1,))
-            codes = self.unpack(planes[rank], bits)[:count]
-            rows.append(self.to_bytes(codes * (1 << 32 - bits) + index, "uint32"))
+            codes = self.unpack(planes[rank], bits)[:count] if bits else 0
+            rows.append(self.to_bytes(index + codes * (1 << 32 - bits), "uint32"))
             rises = (index[1:] > index[:-1]) | (index[1:] == universe)
             sound.append(self.reshape(self.sum(1 - self.cast(rises, "int64")), (1,)))
         return self.concat((bodies[:, :side], self.stack(rows))), self.concat(sound) == 0

@@ -25,10 +25,6 @@ class HostControl(ABC):
         """Run one of two branches. A Python bool chooses now, a tensor while the graph runs."""
 
     @abstractmethod
-    def map_bytes(self, function: Callable[[bytes], bytes], data: Tensor) -> Tensor:
-        """Apply `function` to a uint8 vector's bytes, to a uint8 vector. Waits for the device."""
-
-    @abstractmethod
     def warn(self, condition: Any, message: str) -> None:
         """Log a warning if a condition on results of `staged` holds."""
 

@@ -20,13 +20,6 @@ class HostControl(Base):
             return if_true() if dense else if_false()
         return tf.cond(dense, if_true, if_false)
 
-    def map_bytes(self, function: Callable[[bytes], bytes], data: Tensor) -> Tensor:
-        if tf.executing_eagerly():
-            return tf.io.decode_raw(function(data.numpy().tobytes()), tf.uint8)
-        # Not tf.py_function: it runs ops of its own, and waits for a thread to do so.
-        result = tf.numpy_function(lambda array: function(array.tobytes()), [data], tf.string)
-        return tf.reshape(tf.io.decode_raw(result, tf.uint8), (-1,))
-
     def warn(self, condition: Any, message: str) -> None:
         def log() -> bool:
             LOGGER.warning("%s", message)

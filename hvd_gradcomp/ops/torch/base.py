@@ -61,16 +61,21 @@ class Base(Ops):
         self.topk_kernels: Any = TopKKernels(self) if self.native is not None else None
         self.kernels: Any = None
         self.quantizers: Any = None  # the kernels that quantize every element
+        self.word_kernels: Any = None  # the kernels that code ascending indices
         if _has_kernels(self.device) if kernels is None else kernels:
             from hvd_gradcomp.ops.triton.common import Common
+            from hvd_gradcomp.ops.triton.elias_fano import WordKernels
             from hvd_gradcomp.ops.triton.quantizers import Quantizers
             from hvd_gradcomp.ops.triton.threshold import ThresholdKernels as TritonThreshold
             from hvd_gradcomp.ops.triton.topk import TopKKernels as TritonTopK
 
             self.kernels, self.threshold_kernels = Common(self), TritonThreshold(self)
             self.topk_kernels, self.quantizers = TritonTopK(self), Quantizers(self)
+            self.word_kernels = WordKernels(self)
             for op in _IN_TRITON:  # they replace the interface's
                 setattr(self, op, getattr(self.quantizers, op))
+            for op in ("encode_words", "decode_words"):
+                setattr(self, op, getattr(self.word_kernels, op))
         self._numbers: dict[tuple[Any, str], array[int]] = {}  # by `numbers_of`
         self._spreads: dict[tuple[RowGroups, int], tuple[Tensor, ...]] = {}  # by `_by_group`
         self._tables: dict[tuple[Any, str], Tensor] = {}

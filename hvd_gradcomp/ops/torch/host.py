@@ -18,10 +18,6 @@ class HostControl(Base):
     def cond(self, dense: bool, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
         return if_true() if dense else if_false()
 
-    def map_bytes(self, function: Callable[[bytes], bytes], data: Tensor) -> Tensor:
-        result = function(data.cpu().contiguous().numpy().tobytes())
-        return torch.frombuffer(bytearray(result), dtype=torch.uint8).to(self.device)
-
     def warn(self, condition: Any, message: str) -> None:
         if condition:
             LOGGER.warning("%s", message)

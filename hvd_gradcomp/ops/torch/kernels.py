@@ -84,7 +84,9 @@ class Kernels:
             self._memory = torch.empty(needed, dtype=torch.uint8, device="cpu")
             self._scratch = self._memory.data_ptr(), needed
         if needed == _BEYOND:
-            raise PayloadError("an index points outside of its bucket: a payload is damaged")
+            raise PayloadError(
+                "an index points outside of its bucket, or does not ascend: a payload is damaged"
+            )
         if needed == _NO_MEMORY:
             raise MemoryError("no memory to compress a bucket with")
         if needed:

@@ -4,8 +4,8 @@
     list_candidates
              finds the bin of the k-th, the elements there or beyond, a histogram of the bits below
     select   by group: the k-th to the last bit, ties in turn, the selected indices, ascending
-    pack     writes the body: indices packed as in `codecs.indices`, values; clears these in r
-    unpack   decodes the indices and the largest value of each rank's body
+    pack     writes the body, values and plain indices; clears what is sent in r
+    check    checks the order of each rank's indices; finds the largest value of each rank's body
     add      adds up all bodies, tile by tile, and in each rank by rank
 
 A group is a layer, or the model, and is cut into *tasks*, stretches of one program each. Two passes
@@ -29,7 +29,6 @@ import triton
 import triton.language as tl
 
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError, Tensor
-from hvd_gradcomp.ops.interface.bitpack import GROUP
 from hvd_gradcomp.ops.interface.header import BEYOND
 from hvd_gradcomp.ops.kernel_params import Written
 from hvd_gradcomp.ops.triton.common import (
@@ -39,7 +38,6 @@ from hvd_gradcomp.ops.triton.common import (
     first_from,
     float_of,
     magnitude_of,
-    to_words,
 )
 from hvd_gradcomp.ops.triton.threshold import ADDED, NEAR, WIDE
 
@@ -298,44 +296,11 @@ def select(
 # -- bodies --------------------------------------------------------------------------------------
 
 
-@triton.jit
-def slots_of(chosen, slot, count, capacity, begin, n):
-    """Return the index in a slot of a body; the list begins at `begin`, spare slots are sinks."""
-    place = slot + begin
-    place = tl.where(place >= capacity, place - capacity, place)
-    used = (slot >= 0) & (slot < capacity) & (place < count)
-    return tl.load(chosen + place, mask=used, other=n - 1)
-
-
-@triton.jit
-def steps_of(chosen, tile, count, capacity, begin, blocks, n, SLOTS: tl.constexpr):
-    """Return a tile's slots, indices, steps from one index to the next, blocks and their widths."""
-    slot = tile * SLOTS + tl.arange(0, SLOTS)
-    index = slots_of(chosen, slot, count, capacity, begin, n)
-    before = tl.where(slot == 0, 0, slots_of(chosen, slot - 1, count, capacity, begin, n))
-    step = index - before
-    step = tl.where(step < 0, step + n, step)
-    most = tl.max(tl.reshape(step, (SLOTS // 32, 32)), axis=1)
-    width = most * 0
-    for bit in tl.static_range(31):
-        width += (most >= (1 << bit)).to(tl.int32)
-    block = tile * (SLOTS // 32) + tl.arange(0, SLOTS // 32)
-    return slot, index, step, block, tl.where(block < blocks, width, 0)
-
-
-@triton.jit
-def parts_of(body, indices, deltas, values):
-    """Return pointers to a body's block widths, packed words, plain indices and values."""
-    widths = (body + indices).to(tl.pointer_type(tl.int8))
-    return widths, body + deltas, body + indices, (body + values).to(tl.pointer_type(tl.float32))
-
-
-@triton.jit(do_not_specialize=["capacity", "blocks", "room", "at_indices", "at_deltas",
-                               "at_values", "begin", "cleared"])  # fmt: skip
+@triton.jit(do_not_specialize=["capacity", "cleared"])
 def pack(
     chosen, number, r0, u, r, layer_of_block, body, per_layer, sent, clear, n, tiles, capacity,
-    blocks, room, at_indices, at_deltas, at_values, begin, cleared,
-    PACKED: tl.constexpr, BITS: tl.constexpr, SLOTS: tl.constexpr,
+    cleared,
+    BITS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Write a body, one tile of slots per program; clear what is sent in r, and in u unless None.
 
@@ -343,48 +308,19 @@ def pack(
         r0: r.
         per_layer: sent elements of each layer are added; likewise `sent`.
         clear: `cleared` numbers, set to zeros for the next step.
-        room: capacity of the `blocks` of packed indices, in words.
-        begin: start of the list.
     """
     tile = tl.program_id(0)
-    widths, deltas, indices, values = parts_of(body, at_indices, at_deltas, at_values)
-    padded = 4 * (at_deltas - at_indices)
+    values = body.to(tl.pointer_type(tl.float32))
     for first in range(tile * SLOTS, cleared, tiles * SLOTS):
         at = first + tl.arange(0, SLOTS)
         tl.store(clear + at, tl.zeros((SLOTS,), tl.int32), mask=at < cleared)
     count = tl.minimum(tl.load(number), capacity)
     slot = tile * SLOTS + tl.arange(0, SLOTS)
-    if PACKED:
-        end = 0
-        filled = 0
-        for other in range(0, tile):
-            width = steps_of(chosen, other, count, capacity, begin, blocks, n, SLOTS)[4]
-            ends = end + tl.cumsum(width)
-            filled = tl.maximum(filled, tl.max(tl.where(ends <= room, ends, 0)))
-            end += tl.sum(width)
-        slot, index, step, block, width = steps_of(
-            chosen, tile, count, capacity, begin, blocks, n, SLOTS
-        )
-        ends = end + tl.cumsum(width)
-        fits = ends <= room
-        tl.store(widths + block, width.to(tl.int8), mask=block < padded)
-        for plane in range(0, tl.max(width)):
-            word = to_words((step >> plane) & 1, SLOTS)
-            tl.store(deltas + ends - width + plane, word, mask=fits & (plane < width))
-        if tile == tiles - 1:
-            filled = tl.maximum(filled, tl.max(tl.where(fits, ends, 0)))
-            for first in range(filled, room, SLOTS):
-                at = first + tl.arange(0, SLOTS)
-                tl.store(deltas + at, tl.zeros((SLOTS,), tl.int32), mask=at < room)
-        has = tl.broadcast_to(fits.to(tl.int32)[:, None], (SLOTS // 32, 32))
-        goes = (index < n - 1) & (tl.reshape(has, (SLOTS,)) != 0)
-    else:
-        index = slots_of(chosen, slot, count, capacity, 0, n)
-        tl.store(indices + slot, index, mask=slot < capacity)
-        goes = index < n - 1
-    goes = goes & (slot < capacity)
-    held = tl.load(r0 + index, mask=goes, other=0.0)
-    tl.store(values + slot, held, mask=slot < capacity)
+    index = tl.load(chosen + slot, mask=slot < count, other=n - 1)
+    tl.store(body + capacity + slot, index, mask=slot < capacity)
+    goes = (index < n - 1) & (slot < capacity)
+    value = tl.load(r0 + index, mask=goes, other=0.0)
+    tl.store(values + slot, value, mask=slot < capacity)
     tl.debug_barrier()  # all threads have read before any of them clears
     tl.store(r + index, tl.zeros((SLOTS,), tl.float32), mask=goes)
     if u is not None:
@@ -402,79 +338,40 @@ def pack(
     tl.atomic_add(sent, tl.sum(here).to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["capacity", "blocks", "room", "at_indices", "at_deltas",
-                               "at_values"])  # fmt: skip
-def unpack(
-    bodies, index, shares, largest, held, n, stride, capacity, blocks, room, at_indices, at_deltas,
-    at_values, PACKED: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """Decode the indices of a rank's body, check their order, and find the largest magnitude.
+@triton.jit(do_not_specialize=["capacity"])
+def check(bodies, largest, held, n, stride, capacity, SLOTS: tl.constexpr):
+    """Check the order of a rank's indices, and find the largest magnitude of its values.
 
     Args:
         bodies: of all ranks, `stride` words apart.
-        index: likewise, `capacity` apart.
-        shares: number of a rank's indices, and of those before the list wraps around.
+        held: whether a rank's indices ascend, within the bucket.
     """
     rank = tl.program_id(0)
     body = bodies + rank * stride.to(tl.int64)
-    widths, deltas, indices, values = parts_of(body, at_indices, at_deltas, at_values)
+    values, indices = body.to(tl.pointer_type(tl.float32)), body + capacity
     wrong = tl.zeros((SLOTS,), tl.int32)
     most = tl.zeros((SLOTS,), tl.int32)
-    end = 0
-    reached = tl.zeros((), tl.int64)
-    count = 0
-    turned = 0
     for first in range(0, capacity, SLOTS):
         slot = first + tl.arange(0, SLOTS)
         inside = slot < capacity
         value = tl.load(values + slot, mask=inside, other=0.0)
         most = tl.maximum(most, magnitude_of(value))
-        if PACKED:
-            block = first // 32 + tl.arange(0, SLOTS // 32)
-            width = tl.load(widths + block, mask=block < blocks, other=0)
-            width = width.to(tl.int32) & 255
-            ends = end + tl.cumsum(width)
-            fits = (block < blocks) & (ends <= room)
-            step = tl.zeros((SLOTS // 32, 32), tl.int32)
-            for plane in range(0, tl.minimum(tl.max(width), 31)):
-                known = fits & (plane < width)
-                word = tl.load(deltas + ends - width + plane, mask=known, other=0)
-                step |= ((word[:, None] >> tl.arange(0, 32)[None, :]) & 1) << plane
-            end = tl.minimum(end + tl.sum(width), room + 1)  # damaged bodies have any widths
-            has = tl.broadcast_to(fits.to(tl.int32)[:, None], (SLOTS // 32, 32))
-            inside = inside & (tl.reshape(has, (SLOTS,)) != 0)
-            step = tl.reshape(step, (SLOTS,))
-            far = reached + tl.cumsum(step.to(tl.int64))
-            reached += tl.sum(step.to(tl.int64))
-            again = far >= n
-            wrong |= (inside & (far >= 2 * n.to(tl.int64))).to(tl.int32)
-            at = tl.where(again, far - n, far).to(tl.int32)
-            stays = (step == 0) & (slot > 0)
-            wrong |= (inside & stays & (at != n - 1)).to(tl.int32)
-            turned += tl.sum((inside & ~again).to(tl.int32))
-        else:
-            at = tl.load(indices + slot, mask=inside, other=n - 1)
-            last = tl.load(indices + slot - 1, mask=inside & (slot > 0), other=-1)
-            wrong |= (inside & ((at < 0) | (at >= n))).to(tl.int32)
-            wrong |= (inside & (at <= last) & (at != n - 1)).to(tl.int32)
-            turned += tl.sum(inside.to(tl.int32))
-        tl.store(index + rank.to(tl.int64) * capacity + slot, at, mask=inside)
-        count += tl.sum(inside.to(tl.int32))
-    tl.store(shares + 2 * rank, count)
-    tl.store(shares + 2 * rank + 1, turned)
+        at = tl.load(indices + slot, mask=inside, other=n - 1)
+        last = tl.load(indices + slot - 1, mask=inside & (slot > 0), other=-1)
+        wrong |= (inside & ((at < 0) | (at >= n))).to(tl.int32)
+        wrong |= (inside & (at <= last) & (at != n - 1)).to(tl.int32)
     tl.store(held + rank, tl.max(wrong) == 0)
     tl.store(largest + rank, float_of(tl.max(most)))
 
 
 @triton.jit
 def add_share(
-    index, values, first, last, start, end, weight, room,
+    index, values, count, start, end, weight, room,
     NEAR: tl.constexpr, WIDE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Add the elements of a tile from the ascending indices `first` to `last`."""
-    count = last - first
-    low = first + first_from(index + first, count, 0x7FFFFFFF, start, WIDE, ROUNDS)
-    high = first + first_from(index + first, count, 0x7FFFFFFF, end, WIDE, ROUNDS)
+    """Add the elements of a tile from so many ascending indices."""
+    low = first_from(index, count, 0x7FFFFFFF, start, WIDE, ROUNDS)
+    high = first_from(index, count, 0x7FFFFFFF, end, WIDE, ROUNDS)
     for place in range(low, high, NEAR):
         slot = place + tl.arange(0, NEAR)
         at = tl.load(index + slot, mask=slot < high, other=-1)
@@ -484,10 +381,10 @@ def add_share(
         tl.store(room + at, total + value, mask=inside)
 
 
-@triton.jit(do_not_specialize=["capacity", "at_values", "ranks"])
+@triton.jit(do_not_specialize=["capacity", "ranks"])
 def add_chosen(
-    index, bodies, shares, weights, largest, held, fits, room, n, stride, capacity, at_values,
-    ranks, LIMIT: tl.constexpr, TILE: tl.constexpr, NEAR: tl.constexpr, WIDE: tl.constexpr,
+    bodies, weights, largest, held, fits, room, n, stride, capacity, ranks,
+    LIMIT: tl.constexpr, TILE: tl.constexpr, NEAR: tl.constexpr, WIDE: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Set room to the sum of all ranks' elements times their weight, in rank order.
@@ -498,7 +395,6 @@ def add_chosen(
         held: ranks whose indices are in order; others add nothing.
         fits: whether no sum can overflow; if one can, nothing is added at all.
     """
-    values = (bodies + at_values).to(tl.pointer_type(tl.float32))
     most = tl.zeros((), tl.float64)
     for rank in range(0, ranks):
         weight = tl.abs(tl.load(weights + rank).to(tl.float64))
@@ -513,14 +409,12 @@ def add_chosen(
     for rank in range(0, ranks):
         weight = tl.load(weights + rank)
         if holds & (tl.load(held + rank) != 0) & (weight != 0.0):
-            own = index + rank * capacity.to(tl.int64)
-            sent = values + rank * stride.to(tl.int64)
-            count = tl.load(shares + 2 * rank)
-            turned = tl.load(shares + 2 * rank + 1)
+            body = bodies + rank * stride.to(tl.int64)
+            values = body.to(tl.pointer_type(tl.float32))
             tl.debug_barrier()  # the writes of this program's other threads are visible
-            add_share(own, sent, 0, turned, start, end, weight, room, NEAR, WIDE, ROUNDS)
-            tl.debug_barrier()
-            add_share(own, sent, turned, count, start, end, weight, room, NEAR, WIDE, ROUNDS)
+            add_share(
+                body + capacity, values, capacity, start, end, weight, room, NEAR, WIDE, ROUNDS
+            )
 
 
 class TopKKernels(Launcher):
@@ -544,7 +438,7 @@ class TopKKernels(Launcher):
         shares: bool = False,
     ) -> Written:
         """Encode a step; see `ops.fused`. With `shares`, quota is as in `Indexing.shares`."""
-        layout, places, capacity = scope.layout, form.places, form.capacity
+        layout, capacity = scope.layout, form.capacity
         size, layers, groups = layout.size, len(layout.names), scope.count
         tasks = self._tasks(scope)
         table = self.table(("most", most), lambda: most)
@@ -584,17 +478,13 @@ class TopKKernels(Launcher):
             WHOLE=scope.whole, BITS=layout.block_bits, BLOCK=layout.block, UPPER=UPPER,
             LOWER=LOWER, ROWS=ROWS, COLUMNS=COLUMNS, TILE=TILE,
         )  # fmt: skip
-        packed = places.blocks > 0
-        length = places.blocks * GROUP if packed else capacity
-        begin = step % places.blocks * GROUP if packed else 0
-        tiles = -(-length // SLOTS)
+        tiles = -(-capacity // SLOTS)
         apart = capacity * SECTOR
         self.launch(
             pack, tiles, chosen, number, r, u if how.masking else None, r, lies,
-            body.view(torch.int32), per_layer, sent, room, size, tiles, capacity, places.blocks,
-            places.room, *_words(form), begin, cleared,
+            body.view(torch.int32), per_layer, sent, room, size, tiles, capacity, cleared,
             partly={2: apart, 3: apart, 4: apart, 5: 4 * capacity},
-            PACKED=packed, BITS=layout.block_bits, SLOTS=SLOTS,
+            BITS=layout.block_bits, SLOTS=SLOTS,
         )  # fmt: skip
         out = [r] if u is None else [r, u]
         return Written(body, sent, wanted, per_layer, out, hint=hint)
@@ -610,24 +500,19 @@ class TopKKernels(Launcher):
         beyond: str,
     ) -> Tensor:
         """Sum the bodies; see `ops.fused`. Demand `beyond` if the sum might exceed limit."""
-        places, capacity, ranks = form.places, form.capacity, bodies.shape[0]
+        capacity, ranks = form.capacity, bodies.shape[0]
         room, words = self.ops.writable(room), bodies.view(torch.int32)
-        index, shares = self.scratch("index", ranks * capacity), self.scratch("shares", 2 * ranks)
         largest = self.scratch("largest", ranks, torch.float32)
         facts = self.empty((ranks + 1,), torch.bool)
         held, fits = facts[:ranks], facts[ranks:]
-        at_indices, at_deltas, at_values = _words(form)
         where = layout.size, words.stride(0), capacity
-        self.launch(
-            unpack, ranks, words, index, shares, largest, held, *where, places.blocks,
-            places.room, at_indices, at_deltas, at_values, PACKED=places.blocks > 0, SLOTS=SLOTS,
-        )  # fmt: skip
+        self.launch(check, ranks, words, largest, held, *where, SLOTS=SLOTS)
         rounds = 1
         while WIDE**rounds < capacity:
             rounds += 1
         self.launch(
-            add_chosen, -(-layout.size // ADDED), index, words, shares, weights, largest, held,
-            fits, room, *where, at_values, ranks,
+            add_chosen, -(-layout.size // ADDED), words, weights, largest, held, fits, room,
+            *where, ranks,
             LIMIT=limit, TILE=ADDED, NEAR=NEAR, WIDE=WIDE, ROUNDS=rounds,
         )  # fmt: skip
         said = self.ops.stage(facts)
@@ -656,8 +541,3 @@ def _cut(scope: Scope) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         tasks += [(at, min(at + length, last), group) for at in range(first, last, length)]
         groups.append((before, len(tasks), start, max(scope.sizes[group], 1)))
     return tasks, groups
-
-
-def _words(form: Form) -> tuple[int, ...]:
-    """Return the word offsets of indices or widths, of packed differences, and of values."""
-    return form.places.first // 4, form.places.deltas // 4, form.values // 4

@@ -14,7 +14,7 @@ from hvd_gradcomp.core.handover import correction_of
 from hvd_gradcomp.tensorflow import DistributedGradientTape
 from tests.methods import (
     BALANCED,
-    CODED,
+    INT32,
     ONE_OF_TODAY,
     OUTSIDE,
     PRODUCTS,
@@ -86,7 +86,7 @@ def main(folder: str, kind: str, steps: str, settings: str = "") -> None:
     y = random.integers(0, 10, samples)
     result = {}
     methods_here = methods_by(kind, hvd.size())
-    outside = OUTSIDE + ONE_OF_TODAY + ROUNDED[::2] + CODED + PRODUCTS + ROBUST + BALANCED[1::2]
+    outside = OUTSIDE + ONE_OF_TODAY + ROUNDED[::2] + INT32 + PRODUCTS + ROBUST + BALANCED[1::2]
     for compressor in outside if settings == "outside" else methods_here:
         model = network()
         if kind == "fit":

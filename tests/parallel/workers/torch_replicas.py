@@ -11,8 +11,8 @@ import hvd_gradcomp.torch as hvd
 from hvd_gradcomp.core.handover import correction_of
 from tests.methods import (
     BALANCED,
-    CODED,
     EVERY,
+    INT32,
     ONE_OF_EACH_EXCHANGE,
     OUTSIDE,
     PRODUCTS,
@@ -26,7 +26,7 @@ from tests.parallel.workers.results import digest, finish
 METHODS = {
     "all": EVERY,
     "one of each exchange": ONE_OF_EACH_EXCHANGE,
-    "outside": OUTSIDE + TODAY + ROUNDED + CODED + PRODUCTS + ROBUST + BALANCED,
+    "outside": OUTSIDE + TODAY + ROUNDED + INT32 + PRODUCTS + ROBUST + BALANCED,
 }
 
 
