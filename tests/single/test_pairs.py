@@ -68,7 +68,7 @@ def test_after_another_method(then):
 @pytest.mark.parametrize("then", ONE_OF_EACH, ids=repr)
 def test_before_another_method(then):
     for first in LATER:
-        if not (first.correction and then.correction):  # each would want the momentum
+        if not (correction_of(first) and correction_of(then)):  # each would want the momentum
             steps(
                 world_of(after(2, with_momentum(first), with_momentum(then))),
                 np.random.default_rng(2),
