@@ -123,8 +123,8 @@ def folded(x, first, n, HOW: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.conste
         for deep in tl.static_range(level):
             one, other = tl.split(tl.reshape(last, (1, 1 << (level - deep - 1), 2)))
             last = one + other
-        first = (row == 0)[:, None] & (tl.arange(0, LEAVES >> (level + 1)) == 0)[None, :]
-        total = tl.where(first & (odd != 0), total + last, total)
+        takes_last = (row == 0)[:, None] & (tl.arange(0, LEAVES >> (level + 1)) == 0)[None, :]
+        total = tl.where(takes_last & (odd != 0), total + last, total)
     return row, tl.reshape(total, (WIDE,)), row < left, noted
 
 
