@@ -41,6 +41,11 @@ class RowGroups:
         return sum(run.rows for run in self.runs)
 
     @property
+    def numbers(self) -> list[int]:
+        """Return three numbers for each run, as C takes them."""
+        return [number for run in self.runs for number in run]
+
+    @property
     def lengths(self) -> list[int]:
         """Return the elements of each group."""
         return [run.length for run in self.runs for _ in range(run.rows)]

@@ -34,9 +34,9 @@ class Ops(Headers, Quantization, Searching):
     """Tensor ops of one framework on one device.
 
     Attributes:
-        threshold_kernels: `ops.torch.fused.ThresholdKernels`, or its counterpart for another
-            framework or a GPU; None if there is none.
-        topk_kernels: likewise for `ops.torch.fused.TopKKernels`.
+        threshold_kernels: `ops.fused.ThresholdKernels`, or its counterpart for a GPU; None without
+            kernels.
+        topk_kernels: likewise for `ops.fused.TopKKernels`.
         next_level: a fused `CapacitySchedule.next_level`; None if plain ops are as good.
     """
 

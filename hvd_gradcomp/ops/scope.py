@@ -33,14 +33,14 @@ class Scope:
         """Elements of each group."""
         return (self.layout.elements,) if self.whole else self.layout.sizes
 
-    def slack(self, most: Sequence[int]) -> list[int]:
+    def slack(self, limits: Sequence[int]) -> list[int]:
         """Return the margin of error of a sampled number of elements beyond a bound, by group.
 
         Three standard deviations of what a sample of this size finds, and a few for small ones.
         """
         layout = self.layout
         strides = [max(layout.strides)] if self.whole else layout.strides
-        return [0 if s == 1 else int(3 * (m * s) ** 0.5) + 4 * s for m, s in zip(most, strides)]
+        return [0 if s == 1 else int(3 * (m * s) ** 0.5) + 4 * s for m, s in zip(limits, strides)]
 
     def of_layers(self, ops: Ops, groups: Tensor) -> Tensor:
         """Expand a value per group to one per layer."""

@@ -54,7 +54,7 @@ def reference_ops() -> TensorFlowOps:
 
 
 def accumulated(x, y):
-    return TensorFlowOps().native("accumulate", (x, y), [(tf.float32, x.shape)])[0]
+    return TensorFlowOps().native("accumulate", (x, y), [(tf.float32, x.shape)])
 
 
 def given_as_unknown(function, arguments):
@@ -324,7 +324,7 @@ def test_wrong_shapes_raise(how):
         (ops.examine, (codes(1, 1, 32), 2, [Field(0)], [1, 2])),
     ]
     for function, arguments in wrong:
-        with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
+        with pytest.raises((tf.errors.InvalidArgumentError, ValueError, PayloadError)):
             if how == "eager":
                 function(*arguments)
             else:
@@ -465,7 +465,7 @@ def test_kernels_refuse_what_does_not_fit():
         (fused.add, (CapacityLevel(0, 0, True), body, weights, r)),
     ]
     for function, arguments in wrong:
-        with pytest.raises(tf.errors.InvalidArgumentError):
+        with pytest.raises((tf.errors.InvalidArgumentError, PayloadError)):
             function(rule, layout, *arguments)
     fused, one = TensorFlowOps().topk_kernels, tf.constant([1])
     form = form_of(SPARSE_GD, layout, SPARSE_GD.capacity(layout))
@@ -484,16 +484,16 @@ def test_kernels_refuse_what_does_not_fit():
         with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
             fused.write(SPARSE_GD.rule, Scope(layout, False), *given_, one)
     for given_ in ((body[:, :-4], weights, r), (body, noise(1, 2), r), (body, weights, r[:-1])):
-        with pytest.raises(tf.errors.InvalidArgumentError):
+        with pytest.raises((tf.errors.InvalidArgumentError, PayloadError)):
             fused.add(layout, form, *given_)
     for other in (form._replace(size=form.size + 4), form._replace(values=form.size)):
-        with pytest.raises(tf.errors.InvalidArgumentError):
+        with pytest.raises((tf.errors.InvalidArgumentError, PayloadError)):
             fused.add(layout, other, body, weights, r)
     for given_ in ((body[0], r[:-1], r), (body[0], r, r[:-1]), (body[0, :-4], r, r), (body, r, r)):
-        with pytest.raises(tf.errors.InvalidArgumentError):
+        with pytest.raises((tf.errors.InvalidArgumentError, PayloadError)):
             fused.values(layout, form, *given_)
     for total in (noise(1, form.capacity - 1), noise(1, form.capacity + 1)):
-        with pytest.raises(tf.errors.InvalidArgumentError):
+        with pytest.raises((tf.errors.InvalidArgumentError, PayloadError)):
             fused.replace(layout, form, body[0], total, 0.5, r, r)
 
 
@@ -634,7 +634,7 @@ def test_integers_are_the_same_known_or_computed():
 
     def histogram(band, bins):
         given_ = band, tf.constant([0.5, 2, 2, 8, 100])
-        return native("layer_histograms", given_, [(tf.int64, (None, 1))], (bins,))[0]
+        return native("layer_histograms", given_, [(tf.int64, (None, 1))], (bins,))
 
     expected = histogram([0, 1, 5], 40)
     for band in ([0, 1, 5], [tf.constant(0), 1, tf.constant(5, tf.int64)]):
@@ -711,7 +711,7 @@ def test_a_build_that_fails_says_why(elsewhere, monkeypatch):
     (elsewhere / broken).write_text("int broken(\n")
     for name in others:  # a compiler goes on to the next file, and these would take it long
         (elsewhere / name).write_text("")
-    with pytest.raises(building.BuildError, match=r"(?s)fails with 1:.*c/calls.c"):
+    with pytest.raises(building.BuildError, match=f"(?s)fails with 1:.*{broken}"):
         building.build_operations(elsewhere)
     result = CliRunner().invoke(cli.main, ["build"])
     assert result.exit_code == 1

@@ -51,5 +51,5 @@ def assert_step_alike(ours: World, theirs: World, given, **extra) -> None:
 def assert_left_clean(ops: TorchOps) -> None:
     """What the next step begins with is zeros."""
     for passes in (ops.kernels, ops.threshold_kernels, ops.topk_kernels, ops.quantizers):
-        for key, room in passes._rooms.items():
+        for key, room in passes._memory.items():
             assert key[0] != "clean" or not bool(room.any()), key

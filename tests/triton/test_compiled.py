@@ -41,7 +41,7 @@ def variant(launch):
     signature, constants, divisible = {}, {}, []
     names = launch.kernel.arg_names
     unspecial = launch.kernel.do_not_specialize or ()
-    for place, (name, x) in enumerate(zip(names, launch.given)):
+    for place, (name, x) in enumerate(zip(names, launch.args)):
         if x is None or (isinstance(x, int) and x == 1 and name not in unspecial):
             signature[name], constants[name] = "constexpr", x
         elif isinstance(x, torch.Tensor):
@@ -178,7 +178,7 @@ def test_a_later_step_compiles_nothing(name):
 
 def test_walks_move_vectors(binaries):
     """Loads and stores of whole buckets are 128 bits wide."""
-    walks = {"find_words", "survey", "commit_places", "collect", "narrow"}
+    walks = {"find_words", "check_finite", "commit_places", "collect", "list_candidates"}
     for b in binaries:
         if b["kernel"] in walks:
             assert widths(b["ptx"])["load"] == 128, b["kernel"]

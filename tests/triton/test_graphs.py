@@ -147,14 +147,14 @@ def test_a_step_is_twelve_launches_and_waits_for_nothing(name):
         step = Step(compressor, layout, kernels=True)
         own = step.ops.threshold_kernels, step.ops.topk_kernels, step.ops.quantizers
         passes = [step.ops.kernels, *own]
-        kept = [set(each._rooms) for each in passes]
+        kept = [set(each._memory) for each in passes]
         step.take()
         launched = [launch for part in step.listed for launch, _ in part]
         assert len(launched) <= LAUNCHES, launched
         largest = isinstance(compressor, TopKCompressor)  # adding looks at what comes of it
         assert launched.count("to the host") == 1 + largest
         assert launched.count("from the host") == 0
-        assert kept == [set(each._rooms) for each in passes]
+        assert kept == [set(each._memory) for each in passes]
 
 
 @pytest.mark.parametrize("dense", [False, True])

@@ -67,11 +67,13 @@ def test_memory_is_asked_for_before_anything_is_launched(name, dense, monkeypatc
 
     for family in (ops.kernels, ops.threshold_kernels, ops.topk_kernels, ops.quantizers):
         monkeypatch.setattr(family, "launch", launching)
-        for what in ("room", "clean", "empty", "table"):
+        for what in ("scratch", "clean", "empty", "table"):
             monkeypatch.setattr(family, what, asking(getattr(family, what)))
         for what in PASSES:
             if hasattr(family, what):
                 monkeypatch.setattr(family, what, begun(getattr(family, what)))
+                if what in vars(ops):
+                    monkeypatch.setattr(ops, what, getattr(family, what))
     compressor = METHODS[name][0]
     layout = Layout(LAYOUT.names, LAYOUT.shapes, block=compressor.block)
     state = compressor.init(ops, layout)

@@ -2,6 +2,23 @@
 
 Codes are packed bit by bit: 32 codes of b bits are b words of 32 bits, word j holding bit j of
 each. So no code of any width straddles two words.
+
+Each format of bytes on the wire is written in several places, its twins. A change of a format has
+to be made in all of them:
+
+    bit planes      `bit_planes`, `_all_planes` and their inverses below; c/bitpack.c, c/planes.h,
+                    c/elias_fano.c (of indices), c/signs.c and c/votes.c (of signs); `to_words` and
+                    `from_words` of triton/common.py, and the loops over planes around them
+    Elias-Fano      `encode_ascending`, `encode_words` and their inverses below; c/elias_fano.c
+    levels, signs   `encode_levels`, `add_levels`, `encode_signs`, `add_signs` of quantization.py;
+                    c/levels.c, c/signs.c; triton/quantizers.py
+    narrow floats   `encode_floats`, `add_floats` of quantization.py; ops/torch/quantization.py (for
+                    GPUs); c/floats.c
+    powers of two   `encode_powers`, `add_powers` of quantization.py; c/powers.c
+    bins            `encode_bins`, `decode_bins` of quantization.py; c/bins.c
+    frames          header.py; c/checks.c; triton/common.py
+    words, places   codecs/threshold.py; c/threshold.c; triton/threshold.py
+    top-k bodies    codecs/topk.py, codecs/indices.py; c/topk.c; triton/topk.py
 """
 
 from __future__ import annotations
@@ -49,6 +66,9 @@ class BitPacking(Reduction):
 
     def bit_planes(self, groups: Tensor, bits: int) -> Tensor:
         """Pack bit j of the 32 codes of a group into one word; [m, 32] to [m, bits]."""
+        if self.native is not None:
+            planes = self.empty((groups.shape[0], bits), "int64")
+            return self.native("bit_planes", (groups,), (planes,), (bits,))
         lanes = self.words([1 << lane for lane in range(GROUP)])
         planes = []
         for place in range(bits):
@@ -58,6 +78,9 @@ class BitPacking(Reduction):
 
     def from_bit_planes(self, planes: Tensor) -> Tensor:
         """Invert `bit_planes`; [m, bits] to [m, 32]."""
+        if self.native is not None:
+            groups = self.empty((planes.shape[0], GROUP), "int64")
+            return self.native("from_bit_planes", (planes,), (groups,))
         lanes = self.arange(GROUP)
         codes = self.shift_right(planes[:, :1], lanes) % 2
         for place in range(1, planes.shape[1]):
@@ -81,6 +104,16 @@ class BitPacking(Reduction):
             The low bits, `low` words for 32 numbers, and the rows of `width` bits, with a bit for
             each number; int64 below 2**32, padded with zeros. If rows are apart, a row for each.
         """
+        if self.native is not None:
+            rows, count = map(self.extent, numbers.shape)
+            codes, rows = (rows, 1) if apart else (1, rows)
+            head = (codes,) if apart else ()
+            words = _whole(rows * count) // GROUP * self.extent(low)
+            wide = _whole(rows * self.extent(width)) // GROUP
+            outputs = [self.empty((*head, size), "int64") for size in (words, wide)]
+            ints = low, width, apart
+            lows, highs = self.native("encode_ascending", (numbers,), outputs, ints)
+            return lows, highs
         if apart:
             codes = [
                 self.encode_ascending(numbers[row : row + 1], low, width, universe)
@@ -113,6 +146,12 @@ class BitPacking(Reduction):
         Of codes that are rows of matrices the numbers follow one another. The numbers of a damaged
         row are meaningless, but from 0 to `universe`.
         """
+        if self.native is not None:
+            codes = self.extent(code[0].shape[0]) if len(code[0].shape) == 2 else 1
+            rows, count = map(self.extent, shape)
+            numbers = self.empty((codes * rows, count), "int64")
+            ints = *shape, low, width, universe
+            return self.native("decode_ascending", code, (numbers,), ints)
         if len(code[0].shape) == 2:
             every = [
                 self.decode_ascending((code[0][i], code[1][i]), shape, low, width, universe)
@@ -164,7 +203,12 @@ class BitPacking(Reduction):
             count: number of words; an integer or a scalar.
             low, width, universe, bits: of `encode_pairs`.
         """
-        del count
+        if self.native is not None:
+            groups = _whole(self.extent(count)) // GROUP
+            wide = _whole(self.extent(width)) // GROUP
+            coded = self.body(side + 4 * (groups * (self.extent(low) + bits) + wide))
+            ints = side, count, low, width, bits
+            return self.native("encode_words", (self.rows(body),), (coded,), ints)
         codes, index = self.split_bits(self.from_bytes(body[side:], "uint32"), 32 - bits)
         coded = self.encode_pairs(codes, index, low, width, universe, bits)
         return self.concat((body[:side], coded))
@@ -176,6 +220,12 @@ class BitPacking(Reduction):
 
         And return whether indices ascend up to those that are `universe`; bool [world].
         """
+        if self.native is not None:
+            ranks, size = bodies.shape[0], side + 4 * self.extent(count)
+            outputs = self.empty((ranks, size), "uint8"), self.empty((ranks,), "bool")
+            ints = side, count, low, width, bits, universe
+            words, sound = self.native("decode_words", (self.rows(bodies),), outputs, ints)
+            return words, sound
         ends = [_whole(count) // GROUP * low, _whole(width) // GROUP, _whole(count) // GROUP * bits]
         cuts = [side]
         for words in ends:

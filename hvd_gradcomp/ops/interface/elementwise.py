@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import Any
 
+from hvd_gradcomp.ops.interface.native import Native
 from hvd_gradcomp.ops.tensors import Tensor
 
 
-class Elementwise(ABC):
+class Elementwise(Native):
     """Elementwise ops."""
 
     @abstractmethod
@@ -84,6 +85,10 @@ class Elementwise(ABC):
 
         Elementwise, donating for r and u.
         """
+        if self.native is not None:
+            outputs = self.writable(r), self.writable(u)
+            r, u = self.native("add_momentum", (r, u, gradient), outputs, (nesterov,), (momentum,))
+            return r, u
         u = self.accumulate(self.scale(u, momentum), gradient)
         ahead = self.accumulate(self.times(u, momentum), gradient) if nesterov else u
         return self.accumulate(r, ahead), u

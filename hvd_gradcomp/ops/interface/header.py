@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from hvd_gradcomp.ops.errors import PayloadError
 from hvd_gradcomp.ops.interface.bitpack import BitPacking
 from hvd_gradcomp.ops.interface.host import HostControl
 from hvd_gradcomp.ops.interface.matrices import Matrices
@@ -78,6 +79,9 @@ class Headers(BitPacking, Matrices, HostControl):
 
         The words are the values below 2**32, and a last word: 0 if `finite`, else 1.
         """
+        if self.native is not None:
+            words = self.listed_words(values, finite)
+            return self._framed(self.numbers(words), len(words), parts)
         body = self.concat(parts) if len(parts) > 1 else parts[0]
         return self.framed(self.head_words(values, finite), body)
 
@@ -85,6 +89,12 @@ class Headers(BitPacking, Matrices, HostControl):
         self, values: Sequence[Any], finite: Any, bodies: Sequence[Sequence[Tensor]]
     ) -> Tensor:
         """Build frames of equal words around bodies of one length, in as many parts each."""
+        if self.native is not None:
+            words = self.listed_words(values, finite)
+            size = 4 * (len(words) + 1) + sum(self.extent(part.shape[0]) for part in bodies[0])
+            inputs = self.numbers(words), *(part for body in bodies for part in body)
+            outputs = (self.empty((len(bodies), size), "uint8"),)
+            return self.native("frame", inputs, outputs, (len(bodies),))
         return self.stack([self.frame(values, finite, parts) for parts in bodies])
 
     def head_words(self, values: Sequence[Any], finite: Any) -> Tensor:
@@ -98,8 +108,19 @@ class Headers(BitPacking, Matrices, HostControl):
 
     def framed(self, words: Tensor, body: Tensor) -> Tensor:
         """Build a frame from int64 words and a body."""
+        if self.native is not None:
+            return self._framed(words, self.extent(words.shape[0]), (body,))
         checksum = self.reshape(self.checksum(words, body), (1,))
         return self.headed(self.to_bytes(self.concat((words, checksum)), "uint32"), body)
+
+    def _framed(self, words: Any, count: Any, parts: Sequence[Tensor]) -> Tensor:
+        """Build a frame of so many words by the kernel; in place if the last part is a `body`."""
+        sizes = [self.extent(part.shape[0]) for part in parts]
+        front = 4 * (count + 1) + sum(sizes[:-1])
+        out = self.before(parts[-1], front)
+        if out is None:
+            out = self.empty((front + sizes[-1],), "uint8")
+        return self.native("frame", (words, *parts), (out,), (0,))
 
     def headed(self, head: Tensor, body: Tensor) -> Tensor:
         """Concatenate head and body."""
@@ -119,17 +140,34 @@ class Headers(BitPacking, Matrices, HostControl):
         Returns:
             The words, int64 [rows] each. And bool [rows], whether the checksum matches, and then
             for each field, whether its number is as expected.
+
+        Raises:
+            PayloadError: frames are shorter than their words, or no whole words.
         """
+        if self.native is not None:
+            ranks, size = frames.shape
+            if isinstance(size, int) and (size % 4 or size < 4 * (count + 1)):
+                raise PayloadError(f"a frame has {size} bytes: a payload is damaged")
+            facts = 1 + len(fields)
+            outputs = self.empty((ranks, count), "int64"), self.empty((facts, ranks), "bool")
+            numbers = self.numbers([number for field in fields for number in field])
+            inputs = self.rows(frames), numbers, self.numbers(expected)
+            words, intact = self.native("examine", inputs, outputs, (count,))
+            return self.columns(words, count), self.each_row(intact, facts)
         front = self.from_bytes(frames[:, : 4 * (count + 1)], "uint32")
         words, numbers = front[:, :count], self.words(expected)
-        held = [front[:, count] == self.checksum(words, frames[:, 4 * (count + 1) :])]
+        checks = [front[:, count] == self.checksum(words, frames[:, 4 * (count + 1) :])]
         for i, (word, low, bits) in enumerate(fields):
-            held.append(words[:, word] // (1 << low) % (1 << bits) == numbers[i])
-        return self.columns(words, count), held
+            checks.append(words[:, word] // (1 << low) % (1 << bits) == numbers[i])
+        return self.columns(words, count), checks
 
     def columns(self, x: Tensor, count: int) -> Sequence[Tensor]:
         """Return the columns of a matrix that has so many."""
         return [x[:, i] for i in range(count)]
+
+    def each_row(self, x: Tensor, count: int) -> list[Tensor]:
+        """Return the rows of a matrix that has so many."""
+        return [x[i] for i in range(count)]
 
     def validate_headers(
         self,
@@ -149,8 +187,8 @@ class Headers(BitPacking, Matrices, HostControl):
             poisoned: message and error if the last word is not 0.
             spec: further conditions.
         """
-        words, held = self.examine(frames, count, fields, expected)
-        intact = self.require(dict(zip(messages, held)))
+        words, checks = self.examine(frames, count, fields, expected)
+        intact = self.require(dict(zip(messages, checks)))
         facts = [(poisoned, words[count - 1] == 0)]
         if spec.vectors:
             sides = self._sides(frames[:, 4 * (count + 1) :], spec)
@@ -186,10 +224,10 @@ class Headers(BitPacking, Matrices, HostControl):
         Returns:
             bool [1].
         """
-        most = self.abs(sides[0])
+        peaks = self.abs(sides[0])
         for side in sides[1:]:
-            most = self.maximum(most, self.abs(side))
-        total = self.max(self.sum(self.cast(most, "float64"), 0)) * weight
+            peaks = self.maximum(peaks, self.abs(side))
+        total = self.max(self.sum(self.cast(peaks, "float64"), 0)) * weight
         return self.reshape(total, (1,)) <= limit
 
     def checksum(self, words: Tensor, body: Tensor) -> Tensor:
@@ -206,6 +244,8 @@ class Headers(BitPacking, Matrices, HostControl):
             x: float32 [size].
             how: "elements" checks each; "squares" and "sum" check 4096 times their sum.
         """
+        if self.native is not None and how != "elements" and self.traversable(x):
+            return self.native("sum_finite", (x,), (self.flag(),), (how == "squares",)), x
         if how == "elements":
             finite = self.finite(x)
         else:
@@ -223,6 +263,12 @@ class Headers(BitPacking, Matrices, HostControl):
         self, x: Tensor, factor: float, y: Tensor, length: int, k: int
     ) -> tuple[Any, Tensor, Tensor, Tensor]:
         """Check the squares of y by `check_finite`, and return `accumulate_largest` behind that."""
+        if self.native is not None:
+            outputs = self.writable(y), *self._chosen_of_rows(x, length, k), self.flag()
+            total, index, values, finite = self.native(
+                "accumulate_largest", (x, y), outputs, (length, k), (factor,)
+            )
+            return finite, total, index, values
         finite, y = self.check_finite(y, "squares")
         return (finite, *self.accumulate_largest(x, factor, y, length, k))
 

@@ -40,10 +40,10 @@ class Indexing(ABC):
         """Return y, written to x where a framework writes in place. Donating."""
 
     @abstractmethod
-    def assemble(self, room: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-        """Concatenate the pieces, cut to the length of room. Donating for room.
+    def assemble(self, out: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+        """Concatenate the pieces, cut to the length of out. Donating for out.
 
-        A piece may be the slice of room where it belongs; or have several axes, in any memory
+        A piece may be the slice of out where it belongs; or have several axes, in any memory
         order, and then fit whole; or be the result of `lift`.
         """
 

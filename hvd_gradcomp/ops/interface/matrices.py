@@ -103,6 +103,9 @@ class Matrices(Reduction):
             right: float32 [width, width].
             back: return the matrix, from tiles; else tiles, from the matrix.
         """
+        if self.native is not None:
+            inputs, ints = (x, left, right), (*shape, back)
+            return self.native("turn_tiles", inputs, (self.empty(x.shape),), ints)
         (rows, columns), height, width = shape, left.shape[0], right.shape[0]
         down, across = rows // height, columns // width
         if not back:
@@ -118,31 +121,37 @@ class Matrices(Reduction):
     def expand_factors(
         self,
         x: Tensor,
-        room: Tensor,
+        out: Tensor,
         matrices: Sequence[tuple[int, int, int, int]],
-        own: tuple[Tensor, Tensor],
+        sent: tuple[Tensor, Tensor],
         mean: tuple[Tensor, Tensor],
         between: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return x less the products of `own`, and a vector of the products of `mean`.
+        """Return x less the products of `sent`, and a vector of the products of `mean`.
 
-        Donating for x, which the second may take, and for room, which the first may. Rounding
+        Donating for x, which the second may take, and for out, which the first may. Rounding
         depends on the framework, but with the C library not.
 
         Args:
             x: float32 [size].
-            room: float32 [size].
+            out: float32 [size].
             matrices: (start, rows, columns, rank) of each matrix in x, in order.
-            own: their thin factors P and Q one after another, float32 [rows * rank of all] and
+            sent: their thin factors P and Q one after another, float32 [rows * rank of all] and
                 [columns * rank of all]; a matrix is P Q^T.
             mean: likewise.
-            between: what the second has where there is no matrix; the first is 0 there.
+            between: values of the second where there is no matrix; the first is 0 there.
         """
+        if self.native is not None:
+            numbers = self.numbers([int(number) for matrix in matrices for number in matrix])
+            outputs = self.writable(out), self.writable(x)
+            inputs = numbers, x, *sent, *mean, between
+            rest, total = self.native("expand_factors", inputs, outputs)
+            return rest, total
         sizes = [rows * columns for _, rows, columns, _ in matrices]
         ends = [0, *(m[0] + size for m, size in zip(matrices, sizes))]
         starts = [*(m[0] for m in matrices), x.shape[0]]
 
-        def vector(factors: tuple[Tensor, Tensor], rest: Tensor, room: Tensor) -> Tensor:
+        def vector(factors: tuple[Tensor, Tensor], rest: Tensor, out: Tensor) -> Tensor:
             pieces, at, row, column = [], 0, 0, 0
             for (_, rows, columns, rank), end, start in zip(matrices, ends, starts):
                 pieces.append(rest[at : at + start - end])
@@ -152,12 +161,11 @@ class Matrices(Reduction):
                 pieces.append(self.reshape(self.matmul(p, self.transpose(q, (1, 0))), (-1,)))
                 row, column = row + rows * rank, column + columns * rank
             pieces.append(rest[at : at + starts[-1] - ends[-1]])
-            return self.assemble(room, pieces)
+            return self.assemble(out, pieces)
 
-        here = self.concat([x[end:start] for end, start in zip(ends, starts)])
-        sent = vector(own, here, self.zeros(x.shape))
-        kept = self.overwrite(room, x - sent)
-        return kept, vector(mean, between, x)
+        uncovered = self.concat([x[end:start] for end, start in zip(ends, starts)])
+        rest = self.overwrite(out, x - vector(sent, uncovered, self.zeros(x.shape)))
+        return rest, vector(mean, between, x)
 
     def unturned(self, flat: Tensor, shape: Sequence[int], order: Sequence[int]) -> Tensor:
         """Undo the axis order of a vector that runs through `shape` in `order`, maybe beyond."""

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from hvd_gradcomp.core.row_groups import RowGroup, RowGroups
-from hvd_gradcomp.ops.interface.bitpack import BitPacking
+from hvd_gradcomp.ops.interface.bitpack import GROUP, BitPacking
 from hvd_gradcomp.ops.tensors import Tensor
 
 TINY = 2.0**-100  # a group with a smaller scale counts as zero: its inverse would overflow
@@ -21,6 +21,7 @@ LARGEST_E4M3 = 448.0
 # Sums over a group are exact in steps of 2**-38 of its peak, and its squares' in steps of 2**-34:
 # up to 2**22 values stay below 2**63.
 _PART, _SQUARE = 38, 34
+_MORE = 64  # bytes: scales of groups that another shard may have more, in a part of one size
 _LEAST = 127 - 88  # the exponent of a peak, as in float32, whose steps are not yet denormal
 
 
@@ -49,16 +50,22 @@ class Quantization(BitPacking):
 
     def group_maxima(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         """Return the largest |x| of each group; float32 [groups]."""
+        if self.native is not None:
+            return self._of_groups("group_maxima", row_groups, x)
         return self._joined([self.max(self.abs(rows), -1) for rows in self._rows(row_groups, x)])
 
     def group_squares(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         """Return the sum of squares of each group; float32 [groups]."""
+        if self.native is not None:
+            return self._of_groups("group_squares", row_groups, x)
         return self._joined(
             [self.sum_of_rows(self.square(rows)) for rows in self._rows(row_groups, x)]
         )
 
     def group_means(self, row_groups: RowGroups, x: Tensor) -> Tensor:
         """Return the mean of each group; float32 [groups]."""
+        if self.native is not None:
+            return self._of_groups("group_means", row_groups, x)
         means = []
         for rows in self._rows(row_groups, x):
             # By a tensor: PyTorch divides by a number on a GPU as a product with its reciprocal.
@@ -95,6 +102,9 @@ class Quantization(BitPacking):
         Returns:
             Packed codes, uint8 [size * bits / 8].
         """
+        if self.native is not None:
+            inputs = self.numbers_of(row_groups), x, scale, self._rounding(key)
+            return self.native("encode_levels", inputs, (self._codes(x, bits, scale),), (bits,))
         levels = (1 << bits - 1) - 1
         inverse = self._inverse(scale, levels)
         noise = None if key is None else self.uniform(key, x.shape[0])
@@ -112,7 +122,7 @@ class Quantization(BitPacking):
         self,
         row_groups: RowGroups,
         base: Tensor | None,
-        room: Tensor,
+        out: Tensor,
         packed: Tensor,
         scale: Tensor,
         bits: int,
@@ -122,13 +132,18 @@ class Quantization(BitPacking):
 
         Args:
             base: float32 [size]; None for zeros.
-            room: where the result may be written; may be `base`. Donating.
+            out: where the result may be written; may be `base`. Donating.
             packed: codes of `encode_levels`, uint8 [world, size * bits / 8].
             scale: float32 [world, groups].
             weights: float32 [world].
         """
+        if self.native is not None:
+            start = out if base is None else base
+            rows = self.rows(packed), self.rows(scale)
+            inputs = self.numbers_of(row_groups), start, *rows, weights
+            return self.native("add_levels", inputs, (self.writable(out),), (bits, base is None))
         levels = (1 << bits - 1) - 1
-        total = self.clear(room) if base is None else self.overwrite(room, base)
+        total = self.clear(out) if base is None else self.overwrite(out, base)
         for rank in range(packed.shape[0]):
             # A product: graphs turn a division by a constant into one, which rounds differently.
             unit = self.where(scale[rank] >= TINY, scale[rank] * (1.0 / levels), 0.0)
@@ -159,6 +174,10 @@ class Quantization(BitPacking):
         Returns:
             Codes, little-endian, uint8 [size * bits / 8].
         """
+        if self.native is not None:
+            units = self.zeros((0,)) if unit is None else unit
+            inputs = self.numbers_of(row_groups), x, units, self._rounding(key)
+            return self.native("encode_floats", inputs, (self._codes(x, bits, units),), (bits,))
         if unit is not None:
             x = self._by_group(row_groups, x, self._inverse(unit, 1.0))
         sign, magnitude = self.split_bits(self.float_bits(x), 31)
@@ -181,6 +200,10 @@ class Quantization(BitPacking):
 
     def encode_bfloat16(self, x: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return `encode_floats` for bfloat16, and the largest |x|, float32 [1]."""
+        if self.native is not None:
+            outputs = self.body(2 * self.extent(x.shape[0])), self.empty((1,))
+            packed, largest = self.native("encode_bfloat16", (x, self._rounding(key)), outputs)
+            return packed, largest
         codes = self.encode_floats(RowGroups(()), x, None, 16, key)
         return codes, self.peaks(self.reshape(x, (1, -1)))
 
@@ -188,6 +211,11 @@ class Quantization(BitPacking):
         self, row_groups: RowGroups, x: Tensor, bits: int, key: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return `group_maxima`, and `encode_levels` with these as scales."""
+        if self.native is not None:
+            outputs = self._codes_and_groups(row_groups, x, bits)
+            inputs = self.numbers_of(row_groups), x, self._rounding(key)
+            scale, packed = self.native("encode_peaks", inputs, outputs, (bits,))
+            return scale, packed
         scale = self.group_maxima(row_groups, x)
         return scale, self.encode_levels(row_groups, x, scale, bits, key)
 
@@ -198,6 +226,11 @@ class Quantization(BitPacking):
 
         With `power_of_two` units are rounded up to one.
         """
+        if self.native is not None:
+            outputs = self._codes_and_groups(row_groups, x, 8)
+            inputs, ints = (self.numbers_of(row_groups), x), (int(power_of_two),)
+            unit, codes = self.native("encode_e4m3", inputs, outputs, ints)
+            return unit, codes
         unit = self.group_maxima(row_groups, x) * (1.0 / LARGEST_E4M3)
         if power_of_two:
             exponent, _ = self.split_bits(self.float_bits(unit) + (1 << 23) - 1, 23)
@@ -208,7 +241,7 @@ class Quantization(BitPacking):
         self,
         row_groups: RowGroups,
         base: Tensor | None,
-        room: Tensor,
+        out: Tensor,
         packed: Tensor,
         unit: Tensor | None,
         bits: int,
@@ -218,7 +251,12 @@ class Quantization(BitPacking):
 
         Arguments as for `add_levels`; unit is float32 [world, groups], or None. Donating.
         """
-        total = self.clear(room) if base is None else self.overwrite(room, base)
+        if self.native is not None:
+            units = self.zeros((0,)) if unit is None else self.rows(unit)
+            start, packed = out if base is None else base, self.rows(packed)
+            inputs = self.numbers_of(row_groups), start, packed, units, weights
+            return self.native("add_floats", inputs, (self.writable(out),), (bits, base is None))
+        total = self.clear(out) if base is None else self.overwrite(out, base)
         for rank in range(packed.shape[0]):
             code = self._codes_in(packed[rank], bits)[: total.shape[0]]
             if bits == 16:
@@ -235,10 +273,16 @@ class Quantization(BitPacking):
         return total
 
     def add_bfloat16(
-        self, base: Tensor | None, room: Tensor, packed: Tensor, weights: Tensor
+        self, base: Tensor | None, out: Tensor, packed: Tensor, weights: Tensor
     ) -> tuple[Tensor, Any]:
         """Return `add_floats` for bfloat16, and whether all of it is finite. Donating."""
-        total = self.add_floats(RowGroups(()), base, room, packed, None, 16, weights)
+        if self.native is not None:
+            start, packed = out if base is None else base, self.rows(packed)
+            inputs = self.numbers(()), start, packed, self.zeros((0,)), weights
+            outputs, ints = (self.writable(out), self.flag()), (16, base is None)
+            total, finite = self.native("add_floats", inputs, outputs, ints)
+            return total, finite
+        total = self.add_floats(RowGroups(()), base, out, packed, None, 16, weights)
         return total, self.finite(total)
 
     def encode_powers(self, x: Tensor, key: Tensor) -> Tensor:
@@ -251,23 +295,28 @@ class Quantization(BitPacking):
         Returns:
             Packed codes of 9 bits, uint8 [size * 9 / 8].
         """
+        if self.native is not None:
+            return self.native("encode_powers", (x, key), (self._codes(x, 9),))
         whole, mantissa = self.split_bits(self.float_bits(x), 23)
         noise = self.cast(self.uniform(key, x.shape[0]) * 2.0**23, "int64")
         code = whole + self.cast(mantissa + noise >= 1 << 23, "int64")
         return self.to_bytes(self.pack(code, 9), "uint32")
 
     def add_powers(
-        self, base: Tensor | None, room: Tensor, packed: Tensor, weights: Tensor
+        self, base: Tensor | None, out: Tensor, packed: Tensor, weights: Tensor
     ) -> Tensor:
-        """Return `base + sum over ranks of weight * decoded codes`. Donating for room.
+        """Return `base + sum over ranks of weight * decoded codes`. Donating for out.
 
         Args:
             base: float32 [size]; None for zeros.
-            room: where the result may be written.
+            out: where the result may be written.
             packed: of `encode_powers`, at least of `size` elements; uint8 [world, bytes].
             weights: float32 [world].
         """
-        total = self.clear(room) if base is None else self.overwrite(room, base)
+        if self.native is not None:
+            inputs = out if base is None else base, self.rows(packed), weights
+            return self.native("add_powers", inputs, (self.writable(out),), (base is None,))
+        total = self.clear(out) if base is None else self.overwrite(out, base)
         for rank in range(packed.shape[0]):
             code = self.unpack(self.from_bytes(packed[rank], "uint32"), 9)[: total.shape[0]]
             total = self.accumulate(
@@ -303,6 +352,15 @@ class Quantization(BitPacking):
 
     def encode_signs(self, row_groups: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return by group the mean of x >= 0 and of x < 0, 0 if there is none; and packed signs."""
+        if self.native is not None:
+            outputs = (
+                self.empty((row_groups.groups,)),
+                self.empty((row_groups.groups,)),
+                self.empty((self.extent(x.shape[0]) // 8,), "uint8"),
+            )
+            inputs = self.numbers_of(row_groups), x
+            positive, negative, packed = self.native("encode_signs", inputs, outputs)
+            return positive, negative, packed
         above: list[Any] = []
         below: list[Any] = []
         for rows in self._rows(row_groups, x):
@@ -325,7 +383,7 @@ class Quantization(BitPacking):
         self,
         row_groups: RowGroups,
         base: Tensor | None,
-        room: Tensor,
+        out: Tensor,
         packed: Tensor,
         above: Tensor,
         below: Tensor,
@@ -336,7 +394,11 @@ class Quantization(BitPacking):
         For `encode_signs`. Arguments as for `add_levels`; above and below are float32
         [world, groups]. Donating.
         """
-        total = self.clear(room) if base is None else self.overwrite(room, base)
+        if self.native is not None:
+            start, packed = out if base is None else base, self.rows(packed)
+            inputs = self.numbers_of(row_groups), start, packed, above, below, weights
+            return self.native("add_signs", inputs, (self.writable(out),), (base is None,))
+        total = self.clear(out) if base is None else self.overwrite(out, base)
         for rank in range(packed.shape[0]):
             code = self.unpack(self.from_bytes(packed[rank], "uint32"), 1)
 
@@ -364,6 +426,12 @@ class Quantization(BitPacking):
             momentum: a number.
             negative: 1 if a zero counts as negative, 0 if as positive; an integer or a scalar.
         """
+        if self.native is not None:
+            inputs = self.numbers_of(row_groups), m, gradient
+            outputs = self.writable(gradient), self._codes(gradient, 1)
+            reals = momentum, 1.0 - momentum
+            m, packed = self.native("momentum_signs", inputs, outputs, (negative,), reals)
+            return m, packed
         ahead = self.scale(gradient, 1.0 - momentum)
         m = self.accumulate(ahead, self.times(m, momentum))
         zero = self.cast(1 - self.words((negative,)) * 2, "float32")
@@ -376,11 +444,11 @@ class Quantization(BitPacking):
         weights: Tensor,
         unit: float,
         m: Tensor,
-        room: Tensor,
+        out: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Return `unit` times the sign of most ranks, 0 where they tie; and m, written to `room`.
+        """Return `unit` times the sign of most ranks, 0 where they tie; and m, written to `out`.
 
-        Donating for m, which the first result may take the memory of, and for room.
+        Donating for m, which the first result may take the memory of, and for out.
 
         Args:
             row_groups: the groups; outside of them the result is 0.
@@ -388,13 +456,21 @@ class Quantization(BitPacking):
             weights: 1 for a rank that counts, 0 for one that does not; float32 [world].
             unit: a number.
             m: float32 [size].
-            room: float32 [size].
+            out: float32 [size].
         """
+        if self.native is not None:
+            inputs = self.numbers_of(row_groups), self.rows(packed), weights
+            ints, reals = (self.length(m),), (unit,)
+            if not self.in_place:
+                return self.native("majority", inputs, (self.empty(m.shape),), ints, reals), m
+            outputs = self.writable(m), self.writable(out)
+            total, m = self.native("majority", (*inputs, m), outputs, ints, reals)
+            return total, m
         ones = self.full((packed.shape[0], row_groups.groups), 1.0, "float32")
         total = self.zeros((m.shape[0],))
         votes = self.add_signs(row_groups, None, total, packed, ones, -ones, weights)
         above, below = (self.cast(side, "float32") for side in (votes > 0, votes < 0))
-        return (above - below) * unit, self.overwrite(room, m)
+        return (above - below) * unit, self.overwrite(out, m)
 
     def peaks_of_groups(self, x: Tensor, group: Tensor, groups: int) -> Tensor:
         """Return the largest |x| of each group, whose members may lie anywhere; float32 [groups].
@@ -434,6 +510,12 @@ class Quantization(BitPacking):
             Codes, as `pack_bytes` packs them, 0 for none; and means, one group after another,
             float32 [sum of entries].
         """
+        if self.native is not None:
+            size = (self.extent(x.shape[0]) + GROUP - 1) // GROUP * GROUP // 8 * bits
+            outputs = self.empty((size,), "uint8"), self.empty((sum(entries),))
+            inputs = x, group, self.numbers(entries)
+            codes, means = self.native("encode_bins", inputs, outputs, (bits,))
+            return codes, means
         groups, bins, total = len(entries), 1 << bits, sum(entries)
         part, up = self._parts_of_peaks(x, group, groups)
         mean = self._means(part, group, groups + 1, _PART)
@@ -459,6 +541,9 @@ class Quantization(BitPacking):
         self, packed: Tensor, means: Tensor, group: Tensor, entries: tuple[int, ...], bits: int
     ) -> Tensor:
         """Invert `encode_bins`: the mean of each value's bin, 0 in no group; float32 [count]."""
+        if self.native is not None:
+            inputs = self.rows(packed), means, group, self.numbers(entries)
+            return self.native("decode_bins", inputs, (self.empty(group.shape),), (bits,))
         code = self.unpack_bytes(packed, bits)[: group.shape[0]]
         first = [0, *accumulate(entries)]
         # Of a damaged payload a code may be too large.
@@ -494,6 +579,25 @@ class Quantization(BitPacking):
         sorted_, slot = self.split_bits(keys, bits)
         rank = self.arange(count) - self.count_below(sorted_, sorted_)
         return self.put(self.full((count,), 0), slot, rank)
+
+    def _of_groups(self, kernel: str, row_groups: RowGroups, x: Tensor) -> Tensor:
+        """Run a kernel that returns a number of each group."""
+        numbers = self.numbers_of(row_groups)
+        return self.native(kernel, (numbers, x), (self.empty((row_groups.groups,)),))
+
+    def _rounding(self, key: Tensor | None) -> Any:
+        """Return a key as kernels take it, no numbers for None."""
+        return self.numbers(()) if key is None else key
+
+    def _codes(self, x: Tensor, bits: int, scale: Tensor | None = None) -> Any:
+        """Return the output for codes of all elements, behind the scales of groups in a payload."""
+        front = 0 if scale is None else 4 * self.extent(scale.shape[0])
+        return self.body(self.extent(x.shape[0]) * bits // 8, front + _MORE)
+
+    def _codes_and_groups(self, row_groups: RowGroups, x: Tensor, bits: int) -> tuple[Any, Any]:
+        """Return the outputs for a number of each group, and for codes behind these."""
+        size = self.extent(x.shape[0]) * bits // 8
+        return self.empty((row_groups.groups,)), self.body(size, 4 * row_groups.groups + _MORE)
 
     def _packed(self, codes: Tensor, bits: int) -> Tensor:
         return self.to_bytes(self.pack(codes, bits), "uint32")

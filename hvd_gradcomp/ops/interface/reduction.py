@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 from hvd_gradcomp.core.layout import Layout
@@ -49,8 +50,8 @@ class Reduction(Creation, Elementwise, Indexing):
         """Return the k largest of each row of int64 [rows, n], in any order; [rows, k]."""
 
     @abstractmethod
-    def finite(self, x: Tensor) -> Any:
-        """Return whether x has neither NaN nor infinity: a bool if known now, else a tensor."""
+    def all_finite(self, x: Tensor) -> Any:
+        """Return `finite` by plain ops."""
 
     @abstractmethod
     def nonzero(self, mask: Tensor) -> Tensor:
@@ -64,6 +65,12 @@ class Reduction(Creation, Elementwise, Indexing):
     def segment_sum(self, x: Tensor, segment: Tensor, count: int) -> Tensor: ...
 
     # -- composite ops ---------------------------------------------------------------------
+
+    def finite(self, x: Tensor) -> Any:
+        """Return whether x has neither NaN nor infinity: a bool if known now, else a tensor."""
+        if self.native is not None and self.traversable(x):
+            return self.native("finite", (x,), (self.flag(),))
+        return self.all_finite(x)
 
     def count(self, flags: Tensor) -> Tensor:
         """Count the set flags along the last axis, which has fewer than 2**24; int64."""
@@ -91,6 +98,11 @@ class Reduction(Creation, Elementwise, Indexing):
         An element belongs to the last bin whose lower edge, `low + number * width`, it reaches.
         Padding is zero: it is excluded from the extremes, and subtracted from the counts.
         """
+        if self.native is not None and all(layout.sizes):
+            pieces = zip(layout.offsets, layout.sizes)
+            bands = [n for start, size in pieces for n in (start, 1, size)]
+            counts = self.empty((bins, len(layout.sizes)), "int64")
+            return self.native("layer_histograms", (self.numbers(bands), x), (counts,), (bins,))
         table, block, layers = self.table(layout, "layer_of_block"), layout.block, len(layout.names)
         last = layout.size // block - 1
         stops = [start + size for start, size in zip(layout.offsets, layout.sizes) if size]
@@ -100,7 +112,7 @@ class Reduction(Creation, Elementwise, Indexing):
             ends, used = [*ends, last], [*used, 0]
         edge = self.reshape(self.words(ends), (-1, 1))
         elements = self.arange(block)
-        own = elements < self.reshape(self.words(used), (-1, 1))
+        used_of_block = elements < self.reshape(self.words(used), (-1, 1))
 
         rows = self.reshape(x, (-1, block))
         cut = self.gather(x, self.reshape(edge * block + elements, (-1,)))
@@ -108,7 +120,7 @@ class Reduction(Creation, Elementwise, Indexing):
 
         def largest(of_blocks: Tensor, items: Tensor) -> Tensor:
             """Return layer maxima: bits of float32 sort like integers once the sign is folded."""
-            of_ends = self.max(self.where(own, items, float("-inf")), -1)
+            of_ends = self.max(self.where(used_of_block, items, float("-inf")), -1)
             bits = self.float_bits(self.put(of_blocks, self.words(ends), of_ends))
             folded = self.where(bits >= 1 << 31, (1 << 32) - 1 - bits, bits + (1 << 31))
             top = self.segment_max(folded, table, layers)
@@ -143,6 +155,10 @@ class Reduction(Creation, Elementwise, Indexing):
         Returns:
             Places in a row, ascending, int64 [rows, k]; and values, float32 [rows, k].
         """
+        if self.native is not None:
+            outputs = self._chosen_of_rows(x, length, k)
+            index, values = self.native("largest_of_rows", (x,), outputs, (length, k))
+            return index, values
         fixed = isinstance(length, int)
         rows = -(-x.shape[0] // length) if fixed else 1
         missing = rows * length - x.shape[0] if fixed else 0
@@ -158,13 +174,25 @@ class Reduction(Creation, Elementwise, Indexing):
         self, x: Tensor, factor: float, y: Tensor, length: int, k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return `factor * x + y`, and its `largest_of_rows`. Donating for y."""
+        if self.native is not None:
+            outputs = self.writable(y), *self._chosen_of_rows(x, length, k)
+            total, index, values = self.native(
+                "accumulate_largest", (x, y), outputs, (length, k), (factor,)
+            )
+            return total, index, values
         y = self.accumulate(y, x if factor == 1.0 else self.times(x, factor))
         return y, *self.largest_of_rows(y, length, k)
+
+    def _chosen_of_rows(self, x: Tensor, length: Any, k: Any) -> tuple[Any, Any]:
+        """Return the outputs for places in rows and values, of kernels."""
+        size, of_row, k = self.extent(x.shape[0]), self.extent(length), self.extent(k)
+        shape = (size + of_row - 1) // of_row, k
+        return self.empty(shape, "int64"), self.empty(shape)
 
     def add_in_rows(
         self,
         base: Tensor | None,
-        room: Tensor,
+        out: Tensor,
         length: int,
         index: Sequence[Tensor],
         values: Sequence[Tensor],
@@ -176,18 +204,23 @@ class Reduction(Creation, Elementwise, Indexing):
 
         Args:
             base: float32 [size], rows of `length` one after another; None for zeros.
-            room: where the result may be written; may be `base`. Donating.
+            out: where the result may be written; may be `base`. Donating.
             length: of a row; the last may be shorter.
             index: of each rank, places in a row, int64 [rows, k]; unique.
             values: of each rank, float32 [rows, k].
             weights: float32 [world].
         """
-        total = self.clear(room) if base is None else self.overwrite(room, base)
+        if self.native is not None:
+            ranks = [x for pair in zip(index, values) for x in pair]
+            inputs = out if base is None else base, weights, *ranks
+            ints = length, base is None
+            return self.native("add_in_rows", inputs, (self.writable(out),), ints)
+        total = self.clear(out) if base is None else self.overwrite(out, base)
         size = total.shape[0]
-        for rank, (own, added) in enumerate(zip(index, values)):
-            first = self.reshape(self.arange(own.shape[0]) * length, (-1, 1))
-            place = own + first
-            inside = self.reshape((own < length) & (place < size), (-1,))
+        for rank, (in_row, added) in enumerate(zip(index, values)):
+            first = self.reshape(self.arange(in_row.shape[0]) * length, (-1, 1))
+            place = in_row + first
+            inside = self.reshape((in_row < length) & (place < size), (-1,))
             place = self.where(inside, self.reshape(place, (-1,)), size - 1)
             # Adding -0 changes nothing, a zero's sign neither.
             added = self.where(inside, self.reshape(added * weights[rank], (-1,)), -0.0)
@@ -205,6 +238,11 @@ class Reduction(Creation, Elementwise, Indexing):
         Returns:
             Places and sums, int64 and float32 [rows * n]; behind them sinks, with sums of 0.
         """
+        if self.native is not None:
+            count = prod(map(self.extent, index.shape))
+            outputs = self.empty((count,), "int64"), self.empty((count,))
+            places, total = self.native("merge_rows", (index, values), outputs, (sink,))
+            return places, total
         rows, n = index.shape
         every, count = self.reshape(index, (-1,)), rows * n
         bits = (count - 1).bit_length()
@@ -225,19 +263,21 @@ class Reduction(Creation, Elementwise, Indexing):
 
     def peaks(self, x: Tensor) -> Tensor:
         """Return the largest |x| of each row; float32 [rows, n] to [rows]."""
+        if self.native is not None:
+            return self.native("peaks", (self.rows(x),), (self.empty(x.shape[:1]),))
         return self.max(self.abs(x), -1)
 
-    def shares(self, wanted: Tensor, most: Sequence[int], capacity: Any) -> tuple[Tensor, Tensor]:
+    def shares(self, wanted: Tensor, limits: Sequence[int], capacity: Any) -> tuple[Tensor, Tensor]:
         """Return how many elements each group may send, int64 [groups], and the total wanted.
 
         If not all fit, each group gets one element, and the same fraction of the rest.
 
         Args:
-            wanted: int64 [groups]; 0 for the most.
-            most: limit of each group.
+            wanted: int64 [groups]; 0 for the limit.
+            limits: of each group.
             capacity: elements that fit.
         """
-        wanted = self.where(wanted > 0, wanted, self.words(most))
+        wanted = self.where(wanted > 0, wanted, self.words(limits))
         one = self.minimum(wanted, 1)
         total, least = self.sum(wanted), self.sum(one)
         share = (wanted - one) * (capacity - least) // self.maximum(total - least, 1)

@@ -18,10 +18,10 @@ class Searching(Elementwise):
         self,
         body: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
         donated: tuple[Tensor, ...],
-        given: tuple[Tensor, ...],
+        inputs: tuple[Tensor, ...],
         bound: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Apply `body(*donated, *given) -> (flags, donated)`, elementwise, tile by tile in cache.
+        """Apply `body(*donated, *inputs) -> (flags, donated)`, elementwise, tile by tile in cache.
 
         With a bound, the body returns values instead of flags, and `find` says which count.
 
@@ -38,9 +38,9 @@ class Searching(Elementwise):
         self,
         body: Callable[..., tuple[Tensor, ...]],
         donated: tuple[Tensor, ...],
-        given: tuple[Tensor, ...],
+        inputs: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
-        """Apply `body(*donated, *given) -> donated`, like `search` without flags."""
+        """Apply `body(*donated, *inputs) -> donated`, like `search` without flags."""
 
     @abstractmethod
     def find(self, x: Tensor, bound: Tensor) -> Tensor:

@@ -8,12 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import LOGGER, Ops, Tensor, building, native
-from hvd_gradcomp.ops.tensorflow.fused import ThresholdKernels, TopKKernels
-from hvd_gradcomp.ops.tensorflow.kernels import Kernels
+from hvd_gradcomp.ops.fused import ThresholdKernels, TopKKernels
+from hvd_gradcomp.ops.tensorflow.kernels import FLAG, NUMBER, Kernels, Output
 
 WORD = 1 << 32
+UNKNOWN = tf.compat.v1.Dimension(None)  # stays unknown in any arithmetic
 ASSERTION = "hvd_gradcomp"  # prefix of the message of a failed check in a graph
 
 
@@ -34,12 +34,12 @@ def library() -> Any:
                 error,
             )
             return None
-    found = building.others(tf.__version__)
+    others = building.others(tf.__version__)
     LOGGER.info(
         "hvd_gradcomp's operations are not built for TensorFlow %s%s: compression is slower. "
         "`hvd-gradcomp build` builds them",
         tf.__version__,
-        f", only for {', '.join(found)}" if found else "",
+        f", only for {', '.join(others)}" if others else "",
     )
     return None
 
@@ -53,9 +53,45 @@ class Base(Ops):
         loaded = library() if on_host else None
         self.native = None if loaded is None else Kernels(loaded)
         if self.native is not None:
-            self.threshold_kernels = ThresholdKernels(self.native)
-            self.topk_kernels = TopKKernels(self.native)
+            self.threshold_kernels, self.topk_kernels = ThresholdKernels(self), TopKKernels(self)
         self.verdicts: list[Tensor] | None = None
+
+    # -- inputs and outputs of kernels ---------------------------------------------------------
+
+    def numbers(self, values: Sequence[Any]) -> list[Any]:
+        return list(values)
+
+    def numbers_of(self, static: Any, field: str = "numbers") -> list[int]:
+        return list(getattr(static, field))
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x
+
+    def traversable(self, x: Tensor) -> bool:
+        return x.dtype == tf.float32
+
+    def extent(self, n: Any) -> Any:
+        return n if isinstance(n, int) else UNKNOWN
+
+    def empty(self, shape: Sequence[Any], dtype: str = "float32") -> Output:
+        return tf.as_dtype(dtype), shape
+
+    def body(self, size: Any, front: Any = 0) -> Output:
+        return self.empty((size,), "uint8")
+
+    def before(self, last: Tensor, size: Any) -> None:
+        return None
+
+    def writable(self, x: Tensor) -> Output:
+        return x.dtype, x.shape
+
+    def flag(self) -> Output:
+        return FLAG
+
+    def number(self) -> Output:
+        return NUMBER
+
+    # -- rounding ------------------------------------------------------------------------------
 
     def _rounded(self, product: Tensor) -> Tensor:
         """Return the product. Compilers do not look through a choice between it and NaN."""
@@ -64,9 +100,9 @@ class Base(Ops):
         return tf.where(product == product, product, float("nan"))
 
 
-def assertion(condition: Tensor, *said: Any) -> Any:
+def assertion(condition: Tensor, *message: Any) -> Any:
     """Return the graph op that fails with a message if a condition does not hold."""
-    return tf.raw_ops.Assert(condition=condition, data=list(said), summarize=64)
+    return tf.raw_ops.Assert(condition=condition, data=list(message), summarize=64)
 
 
 def shape_of(shape: Sequence[Any]) -> Any:
@@ -79,8 +115,3 @@ def shape_of(shape: Sequence[Any]) -> Any:
 def low_word(x: Tensor) -> Tensor:
     """Return the low 32 bits of int64 in [0, 2**32) as int32, by arithmetic without overflow."""
     return tf.cast(tf.where(x > 0x7FFFFFFF, x - WORD, x), tf.int32)
-
-
-def numbers(row_groups: RowGroups) -> list[int]:
-    """Return the bands as C takes them."""
-    return [number for band in row_groups.runs for number in band]

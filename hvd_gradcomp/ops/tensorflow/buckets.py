@@ -22,8 +22,7 @@ class Buckets(Base):
         return None if self.native is None or tf.executing_eagerly() else self._climb
 
     def _climb(self, capacities: Sequence[int], patience: int, state: Sequence[Tensor]) -> Any:
-        assert self.native is not None
-        outputs = [(tf.bool if i == 2 else tf.int64, ()) for i in range(6)]
+        outputs = [self.flag() if i == 2 else self.number() for i in range(6)]
         return self.native("next_level", (*state, list(capacities)), outputs, (patience,))
 
     def flatten(self, layout: Layout, values: Sequence[Tensor | None], dtype: str) -> Tensor:

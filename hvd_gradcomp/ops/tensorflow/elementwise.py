@@ -45,7 +45,7 @@ class Elementwise(Base):
             return x + y
         # TensorFlow's graph optimizer reorders a chain of `+`, but not of these ops.
         if self.native is not None and x.dtype == tf.float32:
-            return self.native("accumulate", (x, y), [(tf.float32, x.shape)])[0]
+            return self.native("accumulate", (x, y), (self.writable(x),))
         row = tf.expand_dims(x, 0)
         return tf.squeeze(tf.tensor_scatter_nd_add(row, [[0]], tf.expand_dims(y, 0)), 0)
 

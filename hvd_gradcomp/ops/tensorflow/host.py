@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from hvd_gradcomp.ops import LOGGER, NonFiniteGradientError, PayloadError, Tensor
 from hvd_gradcomp.ops.tensorflow.base import ASSERTION, Base, assertion
+from hvd_gradcomp.ops.tensorflow.kernels import integer
 
 
 class HostControl(Base):
@@ -23,7 +24,7 @@ class HostControl(Base):
         if tf.executing_eagerly():
             return tf.io.decode_raw(function(data.numpy().tobytes()), tf.uint8)
         # Not tf.py_function: it runs ops of its own, and waits for a thread to do so.
-        result = tf.numpy_function(lambda given: function(given.tobytes()), [data], tf.string)
+        result = tf.numpy_function(lambda array: function(array.tobytes()), [data], tf.string)
         return tf.reshape(tf.io.decode_raw(result, tf.uint8), (-1,))
 
     def warn(self, condition: Any, message: str) -> None:
@@ -46,7 +47,7 @@ class HostControl(Base):
     def pick(self, condition: Any, x: Any, y: Any) -> Any:
         if isinstance(condition, bool):
             return x if condition else y
-        return tf.where(condition, tf.cast(x, tf.int64), tf.cast(y, tf.int64))
+        return tf.where(condition, integer(x), integer(y))
 
     def bisect(self, ascending: Sequence[int], x: Any) -> Any:
         if isinstance(x, int):
@@ -68,9 +69,9 @@ class HostControl(Base):
             self.verdicts.append(tf.reduce_all(finite))
             return finite
         if tf.executing_eagerly():
-            for message, held in facts.items():
-                if not bool(tf.reduce_all(held)):
-                    ranks = tf.where(~held)[:, 0].numpy().tolist()
+            for message, holds in facts.items():
+                if not bool(tf.reduce_all(holds)):
+                    ranks = tf.where(~holds)[:, 0].numpy().tolist()
                     raise error(message.replace("{ranks}", ", ".join(map(str, ranks))))
             return None
         # In a graph the sum depends on the assertion, so nothing is assigned before it holds. One
@@ -80,15 +81,15 @@ class HostControl(Base):
             for message in facts
         ]
         if len(facts) == 1:
-            (held,) = facts.values()
-            with tf.control_dependencies([assertion(tf.reduce_all(held), texts[0], held)]):
-                return tf.identity(held)
-        held = tf.stack(list(facts.values()))  # [facts, world]
-        fine = tf.reduce_all(held, 1)
+            (holds,) = facts.values()
+            with tf.control_dependencies([assertion(tf.reduce_all(holds), texts[0], holds)]):
+                return tf.identity(holds)
+        holds = tf.stack(list(facts.values()))  # [facts, world]
+        fine = tf.reduce_all(holds, 1)
         first = tf.argmin(tf.cast(fine, tf.int32))
-        what, by_rank = tf.gather(texts, first), tf.gather(held, first)
+        what, by_rank = tf.gather(texts, first), tf.gather(holds, first)
         with tf.control_dependencies([assertion(tf.reduce_all(fine), what, by_rank)]):
-            return tf.reduce_all(held, 0)
+            return tf.reduce_all(holds, 0)
 
     def found_finite(self) -> Any:
         return tf.reduce_all(tf.stack(self.verdicts)) if self.verdicts else True

@@ -37,8 +37,8 @@ class Indexing(Base):
         del x
         return y
 
-    def assemble(self, room: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-        return tf.concat([tf.reshape(x, (-1,)) for x in pieces], 0)[: room.shape[0]]
+    def assemble(self, out: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+        return tf.concat([tf.reshape(x, (-1,)) for x in pieces], 0)[: out.shape[0]]
 
     def add_slice(self, x: Tensor, start: int, y: Tensor) -> Tensor:
         y = y[: max(x.shape[0] - start, 0)]

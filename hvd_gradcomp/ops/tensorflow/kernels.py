@@ -7,7 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_gradcomp.ops import Tensor
+from hvd_gradcomp.ops import PayloadError, Tensor
+
+Output = tuple[Any, Any]  # dtype and shape
+FLAG: Output = (tf.bool, ())
+NUMBER: Output = (tf.int64, ())
 
 
 class Kernels:
@@ -25,10 +29,10 @@ class Kernels:
         self,
         name: str,
         inputs: Sequence[Tensor],
-        outputs: Sequence[tuple[Any, Sequence[Any] | tf.TensorShape]],
+        outputs: Sequence[Output],
         ints: Sequence[Any] = (),
         floats: Sequence[float] = (),
-    ) -> list[Tensor]:
+    ) -> Any:
         """Run a kernel.
 
         Args:
@@ -36,13 +40,20 @@ class Kernels:
             inputs: tensors, or lists of integers, of which some may be scalar tensors.
             outputs: their dtypes, and shapes as far as they are known.
             ints, floats: further arguments; an integer may be a scalar tensor.
+
+        Returns:
+            The outputs, a single one by itself. `FLAG` is one of Python's unless in a graph.
+
+        Raises:
+            PayloadError: an index points outside of the bucket. In a graph that is TensorFlow's
+                error with the same text.
         """
         dtypes, shapes = zip(*outputs)
         lengths = [len(x) if isinstance(x, (list, tuple)) else -1 for x in inputs]
         vectors = [x for x, length in zip(inputs, lengths) if length >= 0]
         known, at, computed = _split([number for some in (*vectors, ints) for number in some])
-        return list(
-            self._run(
+        try:
+            results = self._run(
                 inputs=[tf.convert_to_tensor(x) for x, n in zip(inputs, lengths) if n < 0],
                 computed=computed,
                 kernel=name,
@@ -53,7 +64,14 @@ class Kernels:
                 Tout=dtypes,
                 shapes=[tf.TensorShape(shape) for shape in shapes],
             )
-        )
+        except tf.errors.InvalidArgumentError as error:
+            message = error.message.rpartition("hvd_gradcomp: ")[2]
+            if message == error.message:
+                raise
+            raise PayloadError(message) from None
+        if tf.executing_eagerly():
+            results = [bool(x) if out is FLAG else x for x, out in zip(results, outputs)]
+        return results[0] if len(results) == 1 else results
 
 
 def _split(ints: Sequence[Any]) -> tuple[list[int], list[int], list[Tensor]]:

@@ -42,27 +42,3 @@ class Matrices(Base):
             tape.watch(leaves)
             values = function(*leaves)
         return values, list(tape.gradient(values[0], leaves))
-
-    def expand_factors(
-        self,
-        x: Tensor,
-        room: Tensor,
-        matrices: Sequence[tuple[int, int, int, int]],
-        own: tuple[Tensor, Tensor],
-        mean: tuple[Tensor, Tensor],
-        between: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        if self.native is None:
-            return super().expand_factors(x, room, matrices, own, mean, between)
-        numbers = [int(number) for matrix in matrices for number in matrix]
-        given = numbers, x, *own, *mean, between
-        kept, total = self.native("expand_factors", given, [(tf.float32, x.shape)] * 2)
-        return kept, total
-
-    def turn_tiles(
-        self, x: Tensor, shape: tuple[int, int], left: Tensor, right: Tensor, back: bool
-    ) -> Tensor:
-        if self.native is None:
-            return super().turn_tiles(x, shape, left, right, back)
-        ints = *shape, int(back)
-        return self.native("turn_tiles", (x, left, right), [(tf.float32, x.shape)], ints)[0]

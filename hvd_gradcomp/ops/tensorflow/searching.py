@@ -17,10 +17,10 @@ class Searching(Base):
         self,
         body: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
         donated: tuple[Tensor, ...],
-        given: tuple[Tensor, ...],
+        inputs: tuple[Tensor, ...],
         bound: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        flags, after = body(*donated, *given)
+        flags, after = body(*donated, *inputs)
         if bound is not None:
             return self.find(flags, bound), after
         return (self.nonzero(flags) if self.dynamic_shapes else flags), after
@@ -29,9 +29,9 @@ class Searching(Base):
         self,
         body: Callable[..., tuple[Tensor, ...]],
         donated: tuple[Tensor, ...],
-        given: tuple[Tensor, ...],
+        inputs: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
-        return body(*donated, *given)
+        return body(*donated, *inputs)
 
     def find(self, x: Tensor, bound: Tensor) -> Tensor:
         magnitude = tf.reshape(tf.abs(x), (bound.shape[0], -1))

@@ -15,9 +15,9 @@ import torch
 
 from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import LOGGER, Ops, Tensor
+from hvd_gradcomp.ops.fused import ThresholdKernels, TopKKernels
 from hvd_gradcomp.ops.native import library
-from hvd_gradcomp.ops.torch.fused import ThresholdKernels, TopKKernels
-from hvd_gradcomp.ops.torch.kernels import Kernels
+from hvd_gradcomp.ops.torch.kernels import Kernels, Rows
 
 DTYPES = {
     "float64": torch.float64,
@@ -35,10 +35,16 @@ TILE = 1 << 18  # elements: few enough to stay in cache, enough to amortize the 
 HEAD = 64  # bytes before a body, at most
 CAPABILITY = (8, 0)  # the minimum; the lowest that tests compile kernels for
 TRITON = (3, 6)  # the minimum; in older versions a denormal quotient is 0
+_IN_TRITON = (
+    *("group_maxima", "group_squares", "group_means", "group_norms", "clipped_maxima"),
+    *("encode_levels", "add_levels", "encode_signs", "add_signs"),
+)
 
 
 class Base(Ops):
     """Base of all PyTorch ops: the device, reused memory, and the pending errors of a GPU."""
+
+    in_place = True
 
     def __init__(
         self,
@@ -63,7 +69,9 @@ class Base(Ops):
 
             self.kernels, self.threshold_kernels = Common(self), TritonThreshold(self)
             self.topk_kernels, self.quantizers = TritonTopK(self), Quantizers(self)
-        self._bands: dict[RowGroups, array[int]] = {}
+            for op in _IN_TRITON:  # they replace the interface's
+                setattr(self, op, getattr(self.quantizers, op))
+        self._numbers: dict[tuple[Any, str], array[int]] = {}  # by `numbers_of`
         self._spreads: dict[tuple[RowGroups, int], tuple[Tensor, ...]] = {}  # by `_by_group`
         self._tables: dict[tuple[Any, str], Tensor] = {}
         self._constants: dict[tuple[float, ...], Tensor] = {}
@@ -74,9 +82,9 @@ class Base(Ops):
         self._pending: list[tuple[Sequence[str], Tensor, type[Exception]]] = []
         self._headless: Tensor | None = None  # see `body`
         self._kept: dict[int, _Kind] = {}  # what ops must not write to, by its address
-        self._rooms: dict[_Kind, list[Tensor]] = {}  # to write to instead
-        self._count: Counter[_Kind] = Counter()  # of what is kept now
-        self._most: Counter[_Kind] = Counter()  # of what was kept at one time
+        self._spare: dict[_Kind, list[Tensor]] = {}  # to write to instead
+        self._count: Counter[_Kind] = Counter()  # tensors kept now
+        self._peak: Counter[_Kind] = Counter()  # the most tensors kept at one time
 
     # -- a step that may be rolled back --------------------------------------------------------
 
@@ -87,7 +95,7 @@ class Base(Ops):
             if x.numel() > 1 and place not in self._kept:
                 self._kept[place] = kind
                 self._count[kind] += 1
-                self._most[kind] = max(self._most[kind], self._count[kind])
+                self._peak[kind] = max(self._peak[kind], self._count[kind])
 
     def let_go(self, kept: Iterable[Tensor], now: Iterable[Tensor]) -> None:
         """End `keep`; tensors that are not in use now become memory for later steps.
@@ -102,24 +110,24 @@ class Base(Ops):
             self._count[kind] -= 1
             if _place(x) in used:
                 continue
-            rooms = self._rooms.setdefault(kind, [])
-            if len(rooms) < self._most[kind]:
-                rooms.append(x)
+            spare = self._spare.setdefault(kind, [])
+            if len(spare) < self._peak[kind]:
+                spare.append(x)
 
-    def room(self, x: Tensor) -> Tensor:
+    def writable(self, x: Tensor) -> Tensor:
         """Return memory for a donating op: x, or uninitialized memory like x if x is kept."""
         if not self._kept or _place(x) not in self._kept:
             return x
-        rooms = self._rooms.get((x.dtype, x.numel()))
-        if not rooms:
+        spare = self._spare.get((x.dtype, x.numel()))
+        if not spare:
             return torch.empty_like(x)
-        room = rooms.pop()  # a view would keep another tensor alive, which counts as a reference
-        return room if room.shape == x.shape else room.view(x.shape)
+        out = spare.pop()  # a view would keep another tensor alive, which counts as a reference
+        return out if out.shape == x.shape else out.view(x.shape)
 
-    def own(self, x: Tensor) -> Tensor:
-        """Return `room(x)` with the content of x, for ops that write to a part."""
-        room = self.room(x)
-        return room if room is x else room.copy_(x)
+    def writable_copy(self, x: Tensor) -> Tensor:
+        """Return `writable(x)` with the content of x, for ops that write to a part."""
+        out = self.writable(x)
+        return out if out is x else out.copy_(x)
 
     def take_turn(self) -> None:
         """Make the next ops wait, on a GPU, for ops that were issued on another stream.
@@ -150,42 +158,57 @@ class Base(Ops):
 
     def _raise_pending(self) -> None:
         pending, self._pending = self._pending, []
-        for messages, held, error in pending:
-            raise_false(messages, held, error)
+        for messages, holds, error in pending:
+            raise_false(messages, holds, error)
+
+    # -- inputs and outputs of kernels ---------------------------------------------------------
+
+    def numbers(self, values: Sequence[Any]) -> array[int]:
+        return array("q", values)  # costs less than a tensor
+
+    def numbers_of(self, static: Any, field: str = "numbers") -> array[int]:
+        key = (static, field)
+        if key not in self._numbers:
+            self._numbers[key] = array("q", getattr(static, field))
+        return self._numbers[key]
+
+    def rows(self, x: Tensor) -> Rows:
+        return Rows.of(x)
+
+    def traversable(self, x: Tensor) -> bool:
+        return x.dtype == torch.float32 and x.is_contiguous()
+
+    def extent(self, n: int) -> int:
+        return n
+
+    def empty(self, shape: Sequence[int], dtype: str = "float32") -> Tensor:
+        """Return memory regardless of PyTorch's default device and dtype."""
+        return torch.empty(shape, dtype=DTYPES[dtype], device=self.device)
+
+    def flag(self) -> array[int]:
+        return array("B", (0,))
+
+    def number(self) -> array[int]:
+        return array("q", (0,))
 
     # -- memory --------------------------------------------------------------------------------
 
     def body(self, size: int, front: int = 0) -> Tensor:
-        """Return memory for a body, with room in front for its frame if that comes next.
-
-        Args:
-            size: of the body, or of its last part.
-            front: bytes of the parts before that, whole words, at most.
-        """
-        self._headless = self._empty(HEAD + front + size, dtype=torch.uint8)
+        """Return memory for a body, with space in front for its frame if that comes next."""
+        self._headless = self.empty((HEAD + front + size,), "uint8")
         return self._headless[HEAD + front :]
 
     def before(self, last: Tensor, size: int) -> Tensor | None:
-        """Return the newest `body` with `size` bytes in front, if there are; else None.
-
-        Args:
-            last: what must be that body.
-            size: whole words.
-        """
-        room, self._headless = self._headless, None
-        if room is None or not len(last) or size > len(room) - len(last):
+        memory, self._headless = self._headless, None
+        if memory is None or not len(last) or size > len(memory) - len(last):
             return None  # nothing has no address
-        start = len(room) - len(last)
-        return room[start - size :] if room[start:].data_ptr() == last.data_ptr() else None
+        start = len(memory) - len(last)
+        return memory[start - size :] if memory[start:].data_ptr() == last.data_ptr() else None
 
     def from_host(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor:
         """Copy numbers from the host, by pinned memory: a copy from other memory would wait."""
-        given = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=not self.on_host)
-        return given.to(self.device, non_blocking=True)
-
-    def _empty(self, *shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return memory for C to write to, regardless of PyTorch's default device and dtype."""
-        return torch.empty(*shape, dtype=dtype, device=self.device)
+        pinned = torch.tensor(values, dtype=dtype, device="cpu", pin_memory=not self.on_host)
+        return pinned.to(self.device, non_blocking=True)
 
     def _scratch(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor | None:
         """Return memory for a temporary of one tile, lent until the next tile; None outside tiles.
@@ -200,7 +223,7 @@ class Base(Ops):
         self._lent[dtype] = used + 1
         pool = self._pool.setdefault(dtype, [])
         if used == len(pool):
-            pool.append(self._empty(TILE, dtype=dtype))
+            pool.append(torch.empty(TILE, dtype=dtype, device=self.device))
         size = x.shape[0]
         return pool[used] if size == TILE else pool[used][:size]
 
@@ -249,16 +272,11 @@ def low_word(x: Tensor) -> Tensor:
     return x.to(torch.int32)
 
 
-def raise_false(messages: Sequence[str], held: Tensor, error: type[Exception]) -> None:
-    """Raise the first message that does not hold for all ranks; held is [messages, world]."""
-    if bool(held.all()):
+def raise_false(messages: Sequence[str], holds: Tensor, error: type[Exception]) -> None:
+    """Raise the first message that does not hold for all ranks; `holds` is [messages, world]."""
+    if bool(holds.all()):
         return
-    for message, fact in zip(messages, held):
+    for message, fact in zip(messages, holds):
         if not bool(fact.all()):
             ranks = (~fact).nonzero().view(-1).tolist()
             raise error(message.replace("{ranks}", ", ".join(map(str, ranks))))
-
-
-def walked(x: Tensor) -> bool:
-    """Return True if C can traverse x as it is: float32, contiguous."""
-    return x.dtype == torch.float32 and x.is_contiguous()

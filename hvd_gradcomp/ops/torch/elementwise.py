@@ -44,17 +44,16 @@ class Elementwise(Base):
         return x > y
 
     def accumulate(self, x: Tensor, y: Tensor) -> Tensor:
-        return torch.add(x, y, out=self.room(x))
+        return torch.add(x, y, out=self.writable(x))
 
     def clear(self, x: Tensor) -> Tensor:
-        return self.room(x).zero_()
+        return self.writable(x).zero_()
 
     def scale(self, x: Tensor, factor: Any) -> Tensor:
-        return torch.mul(x, factor, out=self.room(x))
+        return torch.mul(x, factor, out=self.writable(x))
 
     def signs(self, x: Tensor, unit: float) -> Tensor:
-        room = self.room(x)
-        return torch.sign(x, out=room).mul_(unit)
+        return torch.sign(x, out=self.writable(x)).mul_(unit)
 
     def cast(self, x: Tensor, dtype: Any) -> Tensor:
         return x.to(DTYPES.get(dtype, dtype))
@@ -73,15 +72,6 @@ class Elementwise(Base):
 
     def bits_float(self, bits: Tensor) -> Tensor:
         return low_word(bits).view(torch.float32)
-
-    def advance(
-        self, r: Tensor, u: Tensor, gradient: Tensor, momentum: float, nesterov: bool
-    ) -> tuple[Tensor, Tensor]:
-        if self.native is None:
-            return super().advance(r, u, gradient, momentum, nesterov)
-        r, u, gradient = self.own(r), self.own(u), gradient.contiguous()
-        self.native("add_momentum", (r, u, gradient), (r, u), (nesterov,), (momentum,))
-        return r, u
 
     def leaky_relu(self, x: Tensor, slope: float) -> Tensor:
         return torch.nn.functional.leaky_relu(x, slope)

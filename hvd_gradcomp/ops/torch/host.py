@@ -54,12 +54,12 @@ class HostControl(Base):
         self, facts: Mapping[str, Tensor], error: type[Exception] = PayloadError
     ) -> Tensor | None:
         known = tuple(facts.values())
-        held = torch.stack(known) if len(known) > 1 else known[0][None]  # [facts, world]
+        holds = torch.stack(known) if len(known) > 1 else known[0][None]  # [facts, world]
         if self.on_host:
-            raise_false(tuple(facts), held, error)
+            raise_false(tuple(facts), holds, error)
             return None
-        self._pending.append((tuple(facts), self.stage(held), error))
-        return held.all(0) if len(known) > 1 else known[0]
+        self._pending.append((tuple(facts), self.stage(holds), error))
+        return holds.all(0) if len(known) > 1 else known[0]
 
     def found_finite(self) -> bool:
         self.raise_found()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.ops import Tensor
-from hvd_gradcomp.ops.torch.base import Base, walked
+from hvd_gradcomp.ops.torch.base import Base
 from hvd_gradcomp.ops.torch.blocks import Axes, Lifted
 
 _CACHED = 1 << 18  # elements; larger tensors are written past the caches
@@ -19,7 +19,7 @@ class Indexing(Base):
 
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         if Axes.of(x):
-            across, x = x, self._empty(x.shape)
+            across, x = x, self.empty(x.shape)
             self._copy(x, across)
         return x.reshape(tuple(shape))
 
@@ -30,10 +30,8 @@ class Indexing(Base):
         return torch.stack(tuple(xs))
 
     def gather(self, x: Tensor, index: Tensor) -> Tensor:
-        if self.native is not None and walked(x):
-            index, out = index.contiguous(), self._empty(index.shape)
-            self.native("gather", (x, index), (out,))
-            return out
+        if self.native is not None and self.traversable(x):
+            return self.native("gather", (x, index), (self.empty(index.shape),))
         # On a CPU several times faster than x[index].
         return x.index_select(0, index.reshape(-1)).view(index.shape)
 
@@ -41,23 +39,22 @@ class Indexing(Base):
         return torch.gather(x, 1, index)
 
     def put(self, x: Tensor, index: Tensor, values: Any) -> Tensor:
-        x = self.own(x)
+        x = self.writable_copy(x)
         if isinstance(values, torch.Tensor):
             if not x.is_cuda and values.shape == index.shape and values.dtype == x.dtype:
                 return x.scatter_(0, index, values)  # in a third of the time
             return x.index_put_((index,), values)
-        if self.native is not None and walked(x):
-            self.native("fill_at", (index.contiguous(),), (x,), (), (values,))
-            return x
+        if self.native is not None and self.traversable(x):
+            return self.native("fill_at", (index,), (x,), (), (values,))
         return x.index_fill_(0, index, values)
 
     def overwrite(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.room(x).copy_(y)
+        return self.writable(x).copy_(y)
 
-    def assemble(self, room: Tensor, pieces: Sequence[Tensor]) -> Tensor:
-        room, start = self.own(room), 0
+    def assemble(self, out: Tensor, pieces: Sequence[Tensor]) -> Tensor:
+        out, start = self.writable_copy(out), 0
         for piece in pieces:
-            place = room[start : start + piece.numel()]
+            place = out[start : start + piece.numel()]
             if isinstance(piece, Lifted):
                 piece.into(place)
             elif piece.dim() > 1:
@@ -65,24 +62,23 @@ class Indexing(Base):
             elif place.shape[0] and place.data_ptr() != piece.data_ptr():
                 place.copy_(piece[: place.shape[0]])
             start += piece.numel()
-        return room
+        return out
 
     def add_slice(self, x: Tensor, start: int, y: Tensor) -> Tensor:
-        x, room = self.own(x), max(x.shape[0] - start, 0)
-        x[start : start + y.shape[0]].add_(y[:room])
+        x, rest = self.writable_copy(x), max(x.shape[0] - start, 0)
+        x[start : start + y.shape[0]].add_(y[:rest])
         return x
 
     def add_at(self, x: Tensor, index: Tensor, values: Tensor) -> Tensor:
-        x = self.own(x)
-        if self.native is not None and walked(x):
-            self.native("add_at", (index.contiguous(), values.contiguous()), (x,))
-            return x
+        x = self.writable_copy(x)
+        if self.native is not None and self.traversable(x):
+            return self.native("add_at", (index, values), (x,))
         if x.is_cuda:  # an atomic addition there takes denormals for zeros
             return x.index_copy_(0, index, x.index_select(0, index) + values)
         return x.index_add_(0, index, values)
 
     def clear_last(self, x: Tensor) -> Tensor:
-        x = self.own(x)
+        x = self.writable_copy(x)
         x[-1:].zero_()
         return x
 
@@ -94,12 +90,12 @@ class Indexing(Base):
             return
         first, middle, last = axes
         if self.native is not None:
-            there = (x.data_ptr(), *axes, middle * last, into.data_ptr(), middle * first)
-            self.native.reverse(*there, x.numel() > _CACHED, torch.get_num_threads())
+            memory = (x.data_ptr(), *axes, middle * last, into.data_ptr(), middle * first)
+            self.native.reverse(*memory, x.numel() > _CACHED, torch.get_num_threads())
         else:
-            there = x.as_strided(axes, (middle * last, last, 1))
+            stored = x.as_strided(axes, (middle * last, last, 1))
             if last < first:
-                rows = there.view(first, -1).t().contiguous().view(middle, last, first)
+                rows = stored.view(first, -1).t().contiguous().view(middle, last, first)
                 into.view(last, middle, first).copy_(rows.transpose(0, 1))
             else:
-                into.view(last, -1).copy_(there.transpose(0, 1).reshape(-1, last).t())
+                into.view(last, -1).copy_(stored.transpose(0, 1).reshape(-1, last).t())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,33 +34,45 @@ class Kernels:
     def __call__(
         self,
         name: str,
-        inputs: Sequence[Tensor | array[int]],
+        inputs: Sequence[Tensor | array[int] | Rows],
         outputs: Sequence[Tensor | array[int]],
         ints: Sequence[int] = (),
         floats: Sequence[float] = (),
-    ) -> None:
+    ) -> Any:
         """Run a kernel.
 
         Args:
             name: in the table of `c/calls.c`, which says what the kernel takes and gives.
-            inputs: on the host, with contiguous rows; arrays of "q" are int64, of "B" bool.
-            outputs: likewise; may be inputs where the kernel writes in place.
+            inputs: on the host; arrays of "q" are int64. A tensor that is not contiguous is copied.
+            outputs: contiguous; they may be inputs where the kernel writes in place. Arrays are of
+                one number: of "q" int64, of "B" bool.
             ints, floats: further arguments.
+
+        Returns:
+            The outputs, a single one by itself; Python's bool and int for arrays.
 
         Raises:
             PayloadError: an index points outside of the bucket.
             ValueError: the arguments do not fit together.
         """
-        if name not in self._numbers:
-            self._numbers[name] = self.library.kernel_number(name.encode())
-        buffers = array("q", [n for x in (*inputs, *outputs) for n in _buffer(x)])
+        number = self._numbers.get(name)
+        if number is None:
+            number = self._numbers[name] = self.library.kernel_number(name.encode())
+        # The list keeps copies alive until the kernel has run.
+        tensors = [x.contiguous() if isinstance(x, torch.Tensor) else x for x in inputs]
+        described: list[int] = []
+        for x in tensors:
+            described += _buffer(x)
+        for x in outputs:
+            described += _buffer(x)
+        buffers = array("q", described)
         integers, reals = array("q", ints), array("d", floats)
         counts = len(inputs), len(outputs), len(integers), len(reals)
         while True:
-            scratch, room = self._scratch
-            sizes = array("q", (*counts, room, torch.get_num_threads()))
+            scratch, size = self._scratch
+            sizes = array("q", (*counts, size, torch.get_num_threads()))
             needed = self._call(
-                self._numbers[name],
+                number,
                 buffers.buffer_info()[0],
                 sizes.buffer_info()[0],
                 integers.buffer_info()[0],
@@ -77,20 +89,43 @@ class Kernels:
             raise MemoryError("no memory to compress a bucket with")
         if needed:
             raise ValueError(f"{name}: {self.library.kernel_error().decode()}")
+        if len(outputs) == 1:
+            return _result(outputs[0])
+        return [_result(x) for x in outputs]
 
 
-def _buffer(x: Tensor | array[int]) -> tuple[int, ...]:
-    """Return the numbers of a struct `buffer`."""
-    if isinstance(x, array):
-        return x.buffer_info()[0], _TYPECODES[x.typecode], 1, 1, len(x), 0, -1
-    rank, dtype = x.dim(), _DTYPES[x.dtype]
-    if rank == 2:
-        return x.data_ptr(), dtype, 2, *x.shape, x.stride(0) * x.element_size(), -1
-    return x.data_ptr(), dtype, rank, 1, x.numel(), 0, -1
+class Rows(NamedTuple):
+    """Input that need not be contiguous."""
+
+    tensor: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor) -> Rows:
+        """Return x, or a copy unless its rows are contiguous and whole words apart."""
+        stride = x.stride()
+        apart = x.storage_offset() | (stride[0] if len(stride) > 1 else 0)
+        aligned = stride[-1] == 1 and apart * x.element_size() % 4 == 0
+        return cls(x if aligned else x.clone(memory_format=torch.contiguous_format))
 
 
-def walkable(x: Tensor) -> Tensor:
-    """Return x with rows that C can traverse: contiguous, a multiple of 4 bytes apart."""
-    apart = x.stride(0) * x.element_size(), x.storage_offset() * x.element_size()
-    aligned = x.stride(1) == 1 and not any(number % 4 for number in apart)
-    return x if aligned else x.contiguous()
+def _buffer(x: Any) -> tuple[int, ...]:
+    """Return the numbers of a struct `buffer` for a tensor, an array or `Rows`."""
+    kind = type(x)
+    if kind is array:
+        address, length = x.buffer_info()
+        return address, _TYPECODES[x.typecode], 1, 1, length, 0, -1
+    apart = kind is Rows
+    x = x.tensor if apart else x
+    dtype, shape = _DTYPES[x.dtype], x.shape
+    if len(shape) == 2:
+        rows, length = shape
+        stride = (x.stride(0) if apart else length) * x.element_size()
+        return x.data_ptr(), dtype, 2, rows, length, stride, -1
+    return x.data_ptr(), dtype, len(shape), 1, x.numel(), 0, -1
+
+
+def _result(x: Tensor | array[int]) -> Any:
+    """Return an output; the number in an array."""
+    if type(x) is not array:
+        return x
+    return bool(x[0]) if x.typecode == "B" else x[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, TypeVar
@@ -76,32 +75,6 @@ class Matrices(Base):
         if blocks:
             return Lifted(blocks, code, basis, row)
         return super().lift(code, basis, row, shape, order)
-
-    def turn_tiles(
-        self, x: Tensor, shape: tuple[int, int], left: Tensor, right: Tensor, back: bool
-    ) -> Tensor:
-        if self.native is None:
-            return super().turn_tiles(x, shape, left, right, back)
-        out, given = self._empty(x.shape), (x.contiguous(), left.contiguous(), right.contiguous())
-        self.native("turn_tiles", given, (out,), (*shape, back))
-        return out
-
-    def expand_factors(
-        self,
-        x: Tensor,
-        room: Tensor,
-        matrices: Sequence[tuple[int, int, int, int]],
-        own: tuple[Tensor, Tensor],
-        mean: tuple[Tensor, Tensor],
-        between: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        if self.native is None:
-            return super().expand_factors(x, room, matrices, own, mean, between)
-        kept, total = self.room(room), self.room(x)
-        numbers = array("q", [number for matrix in matrices for number in matrix])
-        given = [part.contiguous() for part in (x, *own, *mean, between)]
-        self.native("expand_factors", (numbers, *given), (kept, total))
-        return kept, total
 
     def _blocks(self, x: Tensor, length: int) -> Blocks | None:
         """Return the blocks of a layer in memory like x, in rows of a length; None if none fit."""

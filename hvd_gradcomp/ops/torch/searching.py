@@ -18,36 +18,36 @@ class Searching(Base):
         self,
         body: Callable[..., tuple[Tensor, tuple[Tensor, ...]]],
         donated: tuple[Tensor, ...],
-        given: tuple[Tensor, ...],
+        inputs: tuple[Tensor, ...],
         bound: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if not self.dynamic_shapes:
-            return body(*donated, *given)
+            return body(*donated, *inputs)
 
-        rooms = tuple(map(self.room, donated))
+        outs = tuple(map(self.writable, donated))
 
         def tiles() -> Iterator[Tensor]:
-            for place, tile in enumerate(self._tiles(rooms, donated, given)):
+            for place, tile in enumerate(self._tiles(outs, donated, inputs)):
                 flags, after = body(*tile)
                 _write(tile, after)
                 if bound is not None:
                     flags = _reach(flags, bound, place, donated[0].shape[0] // bound.shape[0])
                 yield flags
 
-        return self._indices(tiles()), rooms
+        return self._indices(tiles()), outs
 
     def sweep(
         self,
         body: Callable[..., tuple[Tensor, ...]],
         donated: tuple[Tensor, ...],
-        given: tuple[Tensor, ...],
+        inputs: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
         if not self.dynamic_shapes:
-            return body(*donated, *given)
-        rooms = tuple(map(self.room, donated))
-        for tile in self._tiles(rooms, donated, given):
+            return body(*donated, *inputs)
+        outs = tuple(map(self.writable, donated))
+        for tile in self._tiles(outs, donated, inputs):
             _write(tile, body(*tile))
-        return rooms
+        return outs
 
     def find(self, x: Tensor, bound: Tensor) -> Tensor:
         block = x.shape[0] // bound.shape[0]
@@ -55,14 +55,14 @@ class Searching(Base):
         return self._indices(_reach(tile, bound, place, block) for place, tile in tiles)
 
     def _tiles(
-        self, rooms: tuple[Tensor, ...], donated: tuple[Tensor, ...], given: tuple[Tensor, ...]
+        self, outs: tuple[Tensor, ...], donated: tuple[Tensor, ...], inputs: tuple[Tensor, ...]
     ) -> Iterator[tuple[Tensor, ...]]:
         """Yield tiles that stay in cache; within one, `_scratch` lends memory."""
         self._lent = {}
-        moved = [(room, x) for room, x in zip(rooms, donated) if room is not x]
-        pieces = zip(*(x.split(TILE) for x in (*rooms, *given)))
+        moved = [(out, x) for out, x in zip(outs, donated) if out is not x]
+        pieces = zip(*(x.split(TILE) for x in (*outs, *inputs)))
         sources = zip(*(x.split(TILE) for _, x in moved)) if moved else itertools.repeat(())
-        places = [i for i, (room, x) in enumerate(zip(rooms, donated)) if room is not x]
+        places = [i for i, (out, x) in enumerate(zip(outs, donated)) if out is not x]
         for tile, source in zip(pieces, sources):
             for place, x in zip(places, source):
                 tile[place].copy_(x)
@@ -73,15 +73,15 @@ class Searching(Base):
 
     def _indices(self, tiles: Iterable[Tensor]) -> Tensor:
         """Return the indices where flags are set, tile after tile."""
-        found = []
+        indices = []
         for place, flags in enumerate(tiles):
             # Eight flags are one word: few words are set, and only those are inspected.
             if flags.shape[0] % 8:
                 flags = torch.nn.functional.pad(flags, (0, -flags.shape[0] % 8))
             word = flags.view(torch.int64).nonzero().view(-1)
             row, bit = flags.view(-1, 8)[word].nonzero(as_tuple=True)
-            found.append(word[row].add_(place * (TILE // 8)).mul_(8).add_(bit))
-        return torch.cat(found)
+            indices.append(word[row].add_(place * (TILE // 8)).mul_(8).add_(bit))
+        return torch.cat(indices)
 
 
 def _write(tile: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> None:

@@ -1,6 +1,6 @@
 """Fused kernels in Triton, for CUDA: one file per family, and shared code in `common`.
 
-They keep the contracts of `ops.torch.fused` and of the composite ops that they override, bit by
+They keep the contracts of `ops.fused` and of the composite ops that they override, bit by
 bit. Plain ops are the reference: tests compare each kernel with them in Triton's interpreter, on a
 CPU, and compile it for GPUs, which needs none.
 

@@ -1,5 +1,7 @@
 """Shared code of the kernels: launches, bits, checksums, non-finite values.
 
+`ops.interface.bitpack` lists the twins of the formats.
+
 A bucket is cut into at most `PIECES` pieces, one per program. A total over all pieces (the number
 of selected elements, say) is written by piece, and a later launch that needs the sum adds it up
 itself; or the last program of the launch does the remaining work. So no program waits for another,
@@ -37,14 +39,14 @@ class Launch(NamedTuple):
 
     Attributes:
         kernel: the kernel.
-        given: its arguments.
+        args: its arguments.
         constants: its compile-time constants.
         warps: per program.
         moved: bytes that it reads and writes of its tensors.
     """
 
     kernel: Any
-    given: tuple[Any, ...]
+    args: tuple[Any, ...]
     constants: Mapping[str, Any]
     warps: int
     moved: int
@@ -62,7 +64,7 @@ class KernelOps(Protocol):
 
     def from_host(self, values: Sequence[Any], dtype: torch.dtype) -> Tensor: ...
 
-    def room(self, x: Tensor) -> Tensor: ...
+    def writable(self, x: Tensor) -> Tensor: ...
 
     def stage(self, x: Tensor) -> Tensor: ...
 
@@ -88,13 +90,13 @@ class Launcher:
 
     def __init__(self, ops: KernelOps) -> None:
         self.ops = ops
-        self._rooms: dict[Any, Tensor] = {}
+        self._memory: dict[Any, Tensor] = {}
 
     def launch(
         self,
         kernel: Any,
         programs: int | tuple[int, ...],
-        *given: Any,
+        *args: Any,
         partly: Mapping[int, int] | None = None,
         warps: int = _WARPS,
         **constants: Any,
@@ -104,35 +106,35 @@ class Launcher:
         Args:
             kernel: of this package.
             programs: their number, along each axis.
-            given: its arguments. A tensor that is both read and written is passed twice.
+            args: its arguments. A tensor that is both read and written is passed twice.
             partly: bytes that are moved of a tensor, by its position, if that is not all of it.
             warps: per program.
             constants: its compile-time constants.
         """
-        tensors = [(i, x) for i, x in enumerate(given) if isinstance(x, torch.Tensor)]
+        tensors = [(i, x) for i, x in enumerate(args) if isinstance(x, torch.Tensor)]
         if Launcher.seen is not None:
             whole = {i: x.numel() * x.element_size() for i, x in tensors}
             moved = sum(min(size, (partly or {}).get(i, size)) for i, size in whole.items())
-            Launcher.seen(Launch(kernel, given, constants, warps, moved))
+            Launcher.seen(Launch(kernel, args, constants, warps, moved))
         if tensors[0][1].device.type != "meta":
             grid = programs if isinstance(programs, tuple) else (programs,)
             with made_current(tensors[0][1].device):
-                kernel[grid](*given, **constants, num_warps=warps, enable_fp_fusion=False)
+                kernel[grid](*args, **constants, num_warps=warps, enable_fp_fusion=False)
 
-    def room(self, key: Any, size: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    def scratch(self, key: Any, size: int, dtype: torch.dtype = torch.int32) -> Tensor:
         """Return reused memory, of any content."""
-        room = self._rooms.get((key, dtype))
-        if room is None or room.shape[0] < size:
-            room = self._rooms[key, dtype] = self.empty(size, dtype)
-        return room[:size]
+        memory = self._memory.get((key, dtype))
+        if memory is None or memory.shape[0] < size:
+            memory = self._memory[key, dtype] = self.empty(size, dtype)
+        return memory[:size]
 
     def clean(self, key: Any, size: int) -> Tensor:
         """Return zeros, int32; kernels must leave zeros there as well."""
-        room = self._rooms.get(("clean", key))
-        if room is None or room.shape[0] < size:
-            room = torch.zeros(size, dtype=torch.int32, device=self.ops.device)
-            self._rooms["clean", key] = room
-        return room[:size]
+        memory = self._memory.get(("clean", key))
+        if memory is None or memory.shape[0] < size:
+            memory = torch.zeros(size, dtype=torch.int32, device=self.ops.device)
+            self._memory["clean", key] = memory
+        return memory[:size]
 
     def empty(self, size: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return new memory, which PyTorch's allocator caches."""
@@ -140,9 +142,9 @@ class Launcher:
 
     def table(self, key: Any, values: Callable[[], Sequence[int]]) -> Tensor:
         """Return integers that depend on layouts alone; int32, cached."""
-        if ("table", key) not in self._rooms:
-            self._rooms["table", key] = self.ops.from_host(values(), torch.int32)
-        return self._rooms["table", key]
+        if ("table", key) not in self._memory:
+            self._memory["table", key] = self.ops.from_host(values(), torch.int32)
+        return self._memory["table", key]
 
 
 class Cut(NamedTuple):
@@ -240,14 +242,14 @@ def first_from(words, count, mask_of_index, index, WIDE: tl.constexpr, ROUNDS: t
 
 
 @triton.jit
-def measured(total, most, value, HOW: tl.constexpr):
+def measured(total, largest, value, HOW: tl.constexpr):
     """Add a value or its square to the total, or update the largest magnitude as bits."""
     if HOW == "squares":
-        return total + value * value, most
+        return total + value * value, largest
     elif HOW == "sum":
-        return total + value, most
+        return total + value, largest
     else:
-        return total, tl.maximum(most, magnitude_of(value))
+        return total, tl.maximum(largest, magnitude_of(value))
 
 
 @triton.jit
@@ -261,17 +263,17 @@ def clear_unless(holds, x, n, TILE: tl.constexpr):
 
 @triton.jit
 def is_finite(partial, pieces, HOW: tl.constexpr, PIECES: tl.constexpr):
-    """Return True if the pieces of a survey are finite together."""
+    """Return True if the pieces that `check_finite` has measured are finite together."""
     number = tl.arange(0, PIECES)
-    found = tl.load(partial + number, mask=number < pieces, other=0.0, cache_modifier=".cg")
+    value = tl.load(partial + number, mask=number < pieces, other=0.0, cache_modifier=".cg")
     if HOW == "elements":
-        return tl.max(magnitude_of(found)) < 0x7F800000
+        return tl.max(magnitude_of(value)) < 0x7F800000
     else:
-        return magnitude_of(tl.sum(found) * 4096.0) < 0x7F800000
+        return magnitude_of(tl.sum(value) * 4096.0) < 0x7F800000
 
 
 @triton.jit
-def survey(
+def check_finite(
     x0, moment0, partial, arrived, x, moment, finite, n, pieces, tiles,
     HOW: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
@@ -283,15 +285,15 @@ def survey(
     piece = tl.program_id(0)
     total = tl.zeros((TILE,), tl.float32)
     beside = tl.zeros((TILE,), tl.float32)
-    most = tl.zeros((TILE,), tl.int32)
+    largest = tl.zeros((TILE,), tl.int32)
     for tile in range(piece * tiles, piece * tiles + tiles):
         at = tile * TILE + tl.arange(0, TILE)
         value = tl.load(x0 + at, mask=at < n, other=0.0)
-        total, most = measured(total, most, value, HOW)
+        total, largest = measured(total, largest, value, HOW)
         if moment is not None:
             beside += tl.load(moment0 + at, mask=at < n, other=0.0)
     if HOW == "elements":
-        tl.store(partial + piece, float_of(tl.max(most)))
+        tl.store(partial + piece, float_of(tl.max(largest)))
     else:
         tl.store(partial + piece, tl.sum(total))
     if moment is not None:
@@ -310,7 +312,7 @@ def survey(
 
 
 @triton.jit(do_not_specialize=["end0", "end1", "end2", "w0", "w1", "w2", "w3", "w4", "w5"])
-def frame(
+def write_frame(
     part0, part1, part2, out, sums, sent, wanted, finite, end0, end1, end2, tiles,
     w0, w1, w2, w3, w4, w5, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -383,55 +385,55 @@ def sums_fit(
 
 
 @triton.jit
-def judge(
-    frames, sums, words, needed, held, intact, weights, stride, rows, groups,
+def validate_rows(
+    frames, sums, words, needed, passed, intact, weights, stride, rows, groups,
     e0, e1, e2, e3, e4, e5, ROWS: tl.constexpr, VECTORS: tl.constexpr, POWERS: tl.constexpr,
     ASCENDING: tl.constexpr, WEIGHT: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Check all rows, in the last program of `look`."""
+    """Check all rows, in the last program of `validate_headers`."""
     row = tl.arange(0, ROWS)
-    there = row < rows
+    inside = row < rows
     nothing = tl.zeros((ROWS,), tl.int32)
     start = frames + row * stride.to(tl.int64)
     place = tl.arange(0, 8)[None, :]
-    word = tl.load(start[:, None] + place, mask=there[:, None], other=0)
-    total = tl.atomic_xchg(sums + row, nothing, mask=there)
+    word = tl.load(start[:, None] + place, mask=inside[:, None], other=0)
+    total = tl.atomic_xchg(sums + row, nothing, mask=inside)
     total += tl.sum(tl.where(place < 7, word * (2 * place + 1), 0), axis=1)
     into = words + row[:, None] * 7 + place
-    tl.store(into, word.to(tl.int64) & 0xFFFFFFFF, mask=there[:, None] & (place < 7))
-    wanted = tl.load(start + 5, mask=there, other=0).to(tl.int64) & 0xFFFFFFFF
+    tl.store(into, word.to(tl.int64) & 0xFFFFFFFF, mask=inside[:, None] & (place < 7))
+    wanted = tl.load(start + 5, mask=inside, other=0).to(tl.int64) & 0xFFFFFFFF
     tl.store(needed, tl.max(wanted))
-    w0 = tl.load(start, mask=there, other=0)
-    h0 = tl.load(start + 7, mask=there, other=0) == total
+    w0 = tl.load(start, mask=inside, other=0)
+    h0 = tl.load(start + 7, mask=inside, other=0) == total
     h1 = (w0 & 0xFFFF) == e0
     h2 = ((w0 >> 16) & 0xFF) == e1
     h3 = ((w0 >> 24) & 0xFF) == e2
-    h4 = tl.load(start + 1, mask=there, other=0) == e3
-    h5 = tl.load(start + 2, mask=there, other=0) == e4
-    h6 = tl.load(start + 3, mask=there, other=0) == e5
-    h7 = tl.load(start + 6, mask=there, other=0) == 0
-    h8 = there
+    h4 = tl.load(start + 1, mask=inside, other=0) == e3
+    h5 = tl.load(start + 2, mask=inside, other=0) == e4
+    h6 = tl.load(start + 3, mask=inside, other=0) == e5
+    h7 = tl.load(start + 6, mask=inside, other=0) == 0
+    h8 = inside
     if VECTORS > 0:
         weight = tl.full((), WEIGHT, tl.float64)
-        h8 = there & sums_fit(
+        h8 = inside & sums_fit(
             frames + 8, groups, stride, rows, weight, VECTORS, POWERS, LIMIT, 1024
         )
-    h9 = there
+    h9 = inside
     if ASCENDING:
-        h9 = tl.atomic_xchg(sums + ROWS + row, nothing, mask=there) == 0
-    tl.store(held + row, h0, mask=there)
-    tl.store(held + rows + row, h1, mask=there)
-    tl.store(held + 2 * rows + row, h2, mask=there)
-    tl.store(held + 3 * rows + row, h3, mask=there)
-    tl.store(held + 4 * rows + row, h4, mask=there)
-    tl.store(held + 5 * rows + row, h5, mask=there)
-    tl.store(held + 6 * rows + row, h6, mask=there)
-    tl.store(held + 7 * rows + row, h7, mask=there)
-    tl.store(held + 8 * rows + row, h8, mask=there)
-    tl.store(held + 9 * rows + row, h9, mask=there)
+        h9 = tl.atomic_xchg(sums + ROWS + row, nothing, mask=inside) == 0
+    tl.store(passed + row, h0, mask=inside)
+    tl.store(passed + rows + row, h1, mask=inside)
+    tl.store(passed + 2 * rows + row, h2, mask=inside)
+    tl.store(passed + 3 * rows + row, h3, mask=inside)
+    tl.store(passed + 4 * rows + row, h4, mask=inside)
+    tl.store(passed + 5 * rows + row, h5, mask=inside)
+    tl.store(passed + 6 * rows + row, h6, mask=inside)
+    tl.store(passed + 7 * rows + row, h7, mask=inside)
+    tl.store(passed + 8 * rows + row, h8, mask=inside)
+    tl.store(passed + 9 * rows + row, h9, mask=inside)
     right = h0 & h1 & h2 & h3 & h4 & h5 & h6 & h7 & h8 & h9
-    tl.store(intact + row, right, mask=there)
-    tl.store(weights + row, tl.where(right, WEIGHT, 0.0), mask=there)
+    tl.store(intact + row, right, mask=inside)
+    tl.store(weights + row, tl.where(right, WEIGHT, 0.0), mask=inside)
 
 
 @triton.jit(
@@ -440,18 +442,18 @@ def judge(
         "e0", "e1", "e2", "e3", "e4", "e5",
     ]
 )  # fmt: skip
-def look(
-    frames, sums, words, needed, held, intact, weights, n, stride, rows, tiles, groups,
+def validate_headers(
+    frames, sums, words, needed, passed, intact, weights, n, stride, rows, tiles, groups,
     first, count, mask_of_index, size, e0, e1, e2, e3, e4, e5,
     ROWS: tl.constexpr, VECTORS: tl.constexpr, POWERS: tl.constexpr, ASCENDING: tl.constexpr,
     WEIGHT: tl.constexpr, LIMIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Check frames for `validate_headers`, with the fields of a payload's header in `wire`.
+    """Check frames as the op of this name does, with the fields of a payload's header in `wire`.
 
     Args:
         sums: zeros: each row's weighted sum, each row's number of words out of order, and the
             number of programs that have arrived.
-        held: bool [10, rows]: results of the checks.
+        passed: bool [10, rows]: results of the checks.
         first, count, mask_of_index, size: of `ReductionSpec.ascending`.
     """
     row = tl.program_id(1)
@@ -473,8 +475,8 @@ def look(
     if ASCENDING:
         tl.atomic_add(sums + ROWS + row, wrong)
     if is_last(sums + 2 * ROWS):
-        judge(
-            frames, sums, words, needed, held, intact, weights, stride, rows, groups,
+        validate_rows(
+            frames, sums, words, needed, passed, intact, weights, stride, rows, groups,
             e0, e1, e2, e3, e4, e5, ROWS, VECTORS, POWERS, ASCENDING, WEIGHT, LIMIT,
         )  # fmt: skip
 
@@ -485,15 +487,15 @@ def look(
 @triton.jit
 def check_sides(one, other, finite, healthy, n, TILE: tl.constexpr):
     """Check that 4 times the side values are finite, and `finite`; bad sides become 0."""
-    most = tl.zeros((TILE,), tl.int32)
+    largest = tl.zeros((TILE,), tl.int32)
     for first in range(0, n, TILE):
         at = first + tl.arange(0, TILE)
         value = tl.load(one + at, mask=at < n, other=0.0)
-        most = tl.maximum(most, magnitude_of(value * 4.0))
+        largest = tl.maximum(largest, magnitude_of(value * 4.0))
         if other is not None:
             value = tl.load(other + at, mask=at < n, other=0.0)
-            most = tl.maximum(most, magnitude_of(value * 4.0))
-    holds = tl.max(most) < 0x7F800000
+            largest = tl.maximum(largest, magnitude_of(value * 4.0))
+    holds = tl.max(largest) < 0x7F800000
     tl.store(healthy, holds & (tl.load(finite) != 0))
     if not holds:
         for first in range(0, n, TILE):
@@ -507,9 +509,9 @@ class Common(Launcher):
     """Overrides of composite ops that all methods use; `ops.interface` has their contracts."""
 
     @staticmethod
-    def split(said: Tensor) -> tuple[Tensor, Tensor]:
+    def split(results: Tensor) -> tuple[Tensor, Tensor]:
         """Return the most elements that a rank wanted, and the checks' results, bool [10, rows]."""
-        return said[:8].view(torch.int64)[0], said[8:].view(torch.bool).view(10, -1)
+        return results[:8].view(torch.int64)[0], results[8:].view(torch.bool).view(10, -1)
 
     def frame(self, values: Sequence[Any], finite: Any, parts: Sequence[Tensor]) -> Tensor:
         if len(parts) > _PARTS:
@@ -522,15 +524,15 @@ class Common(Launcher):
         more = _PARTS - len(words)
         out = self.empty(HEAD + end, torch.int32)
         known = [0 if isinstance(x, torch.Tensor) else signed(x) for x in values]
-        there = [x if isinstance(x, torch.Tensor) else None for x in (*values[4:], finite)]
+        on_device = [x if isinstance(x, torch.Tensor) else None for x in (*values[4:], finite)]
         pieces, tiles = cut(max(end, 1), _TILE)
         self.launch(
-            frame, pieces, *words, *[None] * more, out, self.clean("frame", 2), *there,
+            write_frame, pieces, *words, *[None] * more, out, self.clean("frame", 2), *on_device,
             *ends, *[end] * more, tiles, *known, TILE=_TILE,
         )  # fmt: skip
         return out.view(torch.uint8)
 
-    def look(
+    def validate_headers(
         self, frames: Tensor, expected: Sequence[int], spec: ReductionSpec
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the words, the input of `split`, bool [rows] for intact rows, and the weights."""
@@ -538,18 +540,18 @@ class Common(Launcher):
         size, stride = words.shape[1] - HEAD, words.stride(0)
         pieces, tiles = cut(max(size, 1), _TILE)
         padded = triton.next_power_of_2(rows)
-        read = self.empty((rows, HEAD - 1), torch.int64)
-        said = self.empty(8 + 10 * rows, torch.uint8)
+        fields = self.empty((rows, HEAD - 1), torch.int64)
+        results = self.empty(8 + 10 * rows, torch.uint8)
         intact, weights = self.empty((rows,), torch.bool), self.empty((rows,), torch.float32)
         self.launch(
-            look, (pieces, rows), words, self.clean("look", 2 * padded + 1), read,
-            *self.split(said), intact, weights, size, stride, rows, tiles, spec.groups,
+            validate_headers, (pieces, rows), words, self.clean("headers", 2 * padded + 1), fields,
+            *self.split(results), intact, weights, size, stride, rows, tiles, spec.groups,
             *(spec.ascending or (0, 0, 0, 0)), *map(signed, expected),
             ROWS=padded, VECTORS=spec.vectors, POWERS=spec.powers,
             ASCENDING=spec.ascending is not None, WEIGHT=spec.weight,
             LIMIT=spec.limit, TILE=_TILE,
         )  # fmt: skip
-        return read, said, intact, weights
+        return fields, results, intact, weights
 
     def checked_sides(self, sides: Sequence[Tensor], finite: Tensor) -> tuple[list[Tensor], Tensor]:
         healthy, other = self.empty((), torch.bool), sides[1] if len(sides) > 1 else None
@@ -560,10 +562,11 @@ class Common(Launcher):
         """Return whether x and the moment are finite; each becomes 0 if it is not."""
         finite, size = self.empty((), torch.bool), x.shape[0]
         pieces, tiles = cut(size, _TILE)
-        rooms = self.room("partial", 2 * PIECES, torch.float32), self.clean("survey", 1)
+        partial = self.scratch("partial", 2 * PIECES, torch.float32)
+        arrived = self.clean("check_finite", 1)
         self.launch(
-            survey, pieces, x, moment, *rooms, x, moment, finite, size, pieces, tiles,
-            partly={4: 0, 5: 0}, HOW=how, TILE=_TILE, PIECES=PIECES,
+            check_finite, pieces, x, moment, partial, arrived, x, moment, finite, size, pieces,
+            tiles, partly={4: 0, 5: 0}, HOW=how, TILE=_TILE, PIECES=PIECES,
         )  # fmt: skip
         return finite
 

@@ -1,10 +1,10 @@
 """Kernels of the composite ops that quantize every element: QSGD, TernGrad, 1-bit SGD.
 
-`ops.interface.quantization` defines each op, and c/quant.c has it for a CPU. A group may be 32
-elements or a layer of millions, so groups are processed by *tasks*, stretches of one group that a
-program has at once; the tasks depend on the bands alone. Sums are folded in halves, as in
-`Reduction.sum_of_rows`: a task folds its input `LEVELS` times, and passes go on until each group is
-one number.
+`ops.interface.quantization` defines each op; for a CPU they are in c/groups.c, c/levels.c and
+c/signs.c. `ops.interface.bitpack` lists the twins of the formats. A group may be 32 elements or a
+layer of millions, so groups are processed by *tasks*, stretches of one group that a program has at
+once; the tasks depend on the bands alone. Sums are folded in halves, as in `Reduction.sum_of_rows`:
+a task folds its input `LEVELS` times, and passes go on until each group is one number.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def group_maxima(x, tasks, out, ONE: tl.constexpr, TASK: tl.constexpr):
     start = tl.load(task)
     at = tl.arange(0, TASK)
     value = tl.load(x + start + at, mask=at < tl.load(task + 1), other=0.0)
-    most = tl.max(magnitude_of(value))
+    peaks = tl.max(magnitude_of(value))
     if ONE:
-        tl.store(out + tl.load(task + 2), most)
+        tl.store(out + tl.load(task + 2), peaks)
     else:
-        tl.atomic_max(out + tl.load(task + 2), most)
+        tl.atomic_max(out + tl.load(task + 2), peaks)
 
 
 # -- sums ----------------------------------------------------------------------------------------
@@ -105,10 +105,10 @@ def folded(x, first, n, HOW: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.conste
     Return their positions, the sums, which of them exist, and the note of `leaves`.
     """
     LEAVES: tl.constexpr = 1 << LEVELS
-    place, there = places_of(n, LEAVES, LEVELS)
+    place, exists = places_of(n, LEAVES, LEVELS)
     row = first + tl.arange(0, WIDE)
     left = tl.maximum(n >> LEVELS, 1)
-    inside = (row < left)[:, None] & there[None, :]
+    inside = (row < left)[:, None] & exists[None, :]
     total, noted = leaves(x, row[:, None] + place[None, :], inside, HOW)
     for level in tl.static_range(LEVELS):
         low, high = tl.split(tl.reshape(total, (WIDE, LEAVES >> (level + 1), 2)))
@@ -123,41 +123,41 @@ def folded(x, first, n, HOW: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.conste
         for deep in tl.static_range(level):
             one, other = tl.split(tl.reshape(last, (1, 1 << (level - deep - 1), 2)))
             last = one + other
-        own = (row == 0)[:, None] & (tl.arange(0, LEAVES >> (level + 1)) == 0)[None, :]
-        total = tl.where(own & (odd != 0), total + last, total)
+        takes_last = (row == 0)[:, None] & (tl.arange(0, LEAVES >> (level + 1)) == 0)[None, :]
+        total = tl.where(takes_last & (odd != 0), total + last, total)
     return row, tl.reshape(total, (WIDE,)), row < left, noted
 
 
 @triton.jit
-def fold(tasks, x, out, most, HOW: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.constexpr):
+def fold(tasks, x, out, peaks, HOW: tl.constexpr, LEVELS: tl.constexpr, WIDE: tl.constexpr):
     """Run a pass over a part of a group; a task has source, length, output, first row and group.
 
-    The largest magnitude of the group goes to `most`, zeros before, unless that is None.
+    The largest magnitude of the group goes to `peaks`, zeros before, unless that is None.
     """
     task = tasks + 5 * tl.program_id(0)
     source = x + tl.load(task)
     first, n = tl.load(task + 3), tl.load(task + 1)
     row, total, inside, noted = folded(source, first, n, HOW, LEVELS, WIDE)
     tl.store(out + tl.load(task + 2) + row, total, mask=inside)
-    if most is not None:
-        tl.atomic_max(most + tl.load(task + 4), noted)
+    if peaks is not None:
+        tl.atomic_max(peaks + tl.load(task + 4), noted)
 
 
 @triton.jit
-def norms(squares, most, lengths, out, groups, CLIP: tl.constexpr, TILE: tl.constexpr):
-    """Compute roots of sums of squares; or clip `most` to CLIP root mean squares, and clear it."""
+def norms(squares, peaks, lengths, out, groups, CLIP: tl.constexpr, TILE: tl.constexpr):
+    """Compute roots of sums of squares; or clip `peaks` to CLIP root mean squares, and clear it."""
     group = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = group < groups
     square = tl.load(squares + group, mask=inside, other=0.0).to(tl.float64)
-    if most is None:
+    if peaks is None:
         size = tl.sqrt(square).to(tl.float32)
     else:
         length = tl.load(lengths + group, mask=inside, other=1).to(tl.float64)
         bound = tl.sqrt(square / length) * tl.full((), CLIP, tl.float64)
-        largest = float_of(tl.load(most + group, mask=inside, other=0))
+        largest = float_of(tl.load(peaks + group, mask=inside, other=0))
         size = tl.minimum(largest, bound.to(tl.float32))
         tl.debug_barrier()  # all threads have read before any of them clears
-        tl.store(most + group, tl.zeros((TILE,), tl.int32), mask=inside)
+        tl.store(peaks + group, tl.zeros((TILE,), tl.int32), mask=inside)
     tl.store(out + group, size, mask=inside)
 
 
@@ -226,7 +226,7 @@ def mix(x):
 
 @triton.jit
 def uniform(number, first, second):
-    """Compute `Quantization.uniform`: a key's multiples of 2**-24 at the given numbers."""
+    """Compute `Quantization.uniform`: a key's multiples of 2**-24 at some numbers."""
     hashed = mix(number.to(tl.uint32) + first.to(tl.uint32))
     hashed = mix(hashed ^ second.to(tl.uint32))
     return (hashed >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
@@ -275,7 +275,7 @@ def codes_of(packed, tile, n, BITS: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ranks", "packed_stride", "scale_stride"])
 def add_levels(
-    base, packed, scale, weights, bands, band_of_word, room, n, tiles, ranks, packed_stride,
+    base, packed, scale, weights, bands, band_of_word, out, n, tiles, ranks, packed_stride,
     scale_stride, tiny, step,
     BITS: tl.constexpr, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -294,7 +294,7 @@ def add_levels(
             unit = tl.where(size >= tiny, size * step, 0.0)
             value = tl.where(inside, (code - TOP).to(tl.float32) * unit, 0.0)
             total = total + value * tl.load(weights + rank)
-        tl.store(room + at, total, mask=at < n)
+        tl.store(out + at, total, mask=at < n)
 
 
 @triton.jit
@@ -313,7 +313,7 @@ def pack_signs(
 
 @triton.jit(do_not_specialize=["ranks", "packed_stride", "side_stride"])
 def add_signs(
-    base, packed, above, below, weights, bands, band_of_word, room, n, tiles, ranks, packed_stride,
+    base, packed, above, below, weights, bands, band_of_word, out, n, tiles, ranks, packed_stride,
     side_stride, COUNT: tl.constexpr, STEPS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute `Quantization.add_signs`."""
@@ -330,7 +330,7 @@ def add_signs(
             low = tl.load(below + apart + group, mask=inside, other=0.0)
             value = tl.where(inside, tl.where(code > 0, low, high), 0.0)
             total = total + value * tl.load(weights + rank)
-        tl.store(room + at, total, mask=at < n)
+        tl.store(out + at, total, mask=at < n)
 
 
 class Quantizers(Launcher):
@@ -344,8 +344,8 @@ class Quantizers(Launcher):
         else:
             out = torch.zeros(bands.groups, dtype=torch.int32, device=self.ops.device)
         if rows:
-            given = x, self.table((bands, "tasks"), lambda: joined(rows)), out
-            self.launch(group_maxima, len(rows), *given, ONE=one, TASK=TASK)
+            tasks = self.table((bands, "tasks"), lambda: joined(rows))
+            self.launch(group_maxima, len(rows), x, tasks, out, ONE=one, TASK=TASK)
         return out.view(torch.float32)
 
     def group_squares(self, bands: RowGroups, x: Tensor) -> Tensor:
@@ -358,25 +358,31 @@ class Quantizers(Launcher):
         return self._norms(bands, x, None)
 
     def clipped_maxima(self, bands: RowGroups, x: Tensor, clip: float) -> Tensor:
-        return self._norms(bands, x, self.clean("most", bands.groups), clip)
+        return self._norms(bands, x, self.clean("peaks", bands.groups), clip)
 
-    def _sums_of(self, bands: RowGroups, x: Tensor, how: str, most: Tensor | None = None) -> Tensor:
+    def _sums_of(
+        self, bands: RowGroups, x: Tensor, how: str, peaks: Tensor | None = None
+    ) -> Tensor:
         passes = folds_of(bands)
         last, tables = len(passes) - 1, self._folds(bands, passes)
         sums = [self._sums(number, size, number == last) for number, (_, size) in enumerate(passes)]
         for number, (table, source, into) in enumerate(zip(tables, (x, *sums), sums)):
-            given = ("plain", None) if number else (how, most)
-            self._fold(fold, table, source, into, given[1], HOW=given[0])
+            first = number == 0
+            self._fold(
+                fold, table, source, into, peaks if first else None, HOW=how if first else "plain"
+            )
         return sums[-1] if sums else self.empty(0, torch.float32)
 
-    def _norms(self, bands: RowGroups, x: Tensor, most: Tensor | None, clip: float = 0.0) -> Tensor:
+    def _norms(
+        self, bands: RowGroups, x: Tensor, peaks: Tensor | None, clip: float = 0.0
+    ) -> Tensor:
         groups = bands.groups
-        lengths = None if most is None else self._lengths(bands)
+        lengths = None if peaks is None else self._lengths(bands)
         out = self.empty(groups, torch.float32)
-        squares = self._sums_of(bands, x, "squares", most)
+        squares = self._sums_of(bands, x, "squares", peaks)
         if groups:
-            given = squares, most, lengths, out, groups
-            self.launch(norms, -(-groups // 1024), *given, CLIP=clip, TILE=1024)
+            programs = -(-groups // 1024)
+            self.launch(norms, programs, squares, peaks, lengths, out, groups, CLIP=clip, TILE=1024)
         return out
 
     def encode_levels(
@@ -395,22 +401,22 @@ class Quantizers(Launcher):
         self,
         bands: RowGroups,
         base: Tensor | None,
-        room: Tensor,
+        out: Tensor,
         packed: Tensor,
         scale: Tensor,
         bits: int,
         weights: Tensor,
     ) -> Tensor:
-        room = self.ops.room(room)
-        pieces, tiles = cut(room.shape[0], TILE)
-        tables, how = self._bands(bands, room.shape[0])
+        out = self.ops.writable(out)
+        pieces, tiles = cut(out.shape[0], TILE)
+        tables, how = self._bands(bands, out.shape[0])
         words = _words(packed)
         self.launch(
-            add_levels, pieces, base, words, scale, weights, *tables, room, room.shape[0], tiles,
+            add_levels, pieces, base, words, scale, weights, *tables, out, out.shape[0], tiles,
             packed.shape[0], words.stride(0), scale.stride(0), TINY, 1.0 / ((1 << bits - 1) - 1),
             BITS=bits, **how,
         )  # fmt: skip
-        return room
+        return out
 
     def encode_signs(self, bands: RowGroups, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         pieces, tiles = cut(x.shape[0], TILE)
@@ -419,7 +425,7 @@ class Quantizers(Launcher):
         counts, lengths = self.clean("negative", bands.groups), self._lengths(bands)
         passes = folds_of(bands, 2)
         tables = self._folds(bands, passes)
-        rooms = [
+        memories = [
             [self._sums((number, side), size, False) for side in (0, 1)]
             for number, (_, size) in enumerate(passes[:-1])
         ]
@@ -427,10 +433,10 @@ class Quantizers(Launcher):
         words = packed.view(torch.int32)
         self.launch(pack_signs, pieces, x, *tables_of_bands, words, x.shape[0], tiles, **how)
         sides: list[Tensor] = []
-        for number, (table, into) in enumerate(zip(tables, [*rooms, out])):
+        for number, (table, into) in enumerate(zip(tables, [*memories, out])):
             if number:
-                given, last = (*sides, counts, lengths, *into), number == len(passes) - 1
-                self._fold(fold_means, table, *given, LAST=last)
+                last = number == len(passes) - 1
+                self._fold(fold_means, table, *sides, counts, lengths, *into, LAST=last)
             else:
                 self._fold(fold_sides, table, x, *into, counts)
             sides = into
@@ -440,23 +446,23 @@ class Quantizers(Launcher):
         self,
         bands: RowGroups,
         base: Tensor | None,
-        room: Tensor,
+        out: Tensor,
         packed: Tensor,
         above: Tensor,
         below: Tensor,
         weights: Tensor,
     ) -> Tensor:
-        room = self.ops.room(room)
-        pieces, tiles = cut(room.shape[0], TILE)
-        tables, how = self._bands(bands, room.shape[0])
+        out = self.ops.writable(out)
+        pieces, tiles = cut(out.shape[0], TILE)
+        tables, how = self._bands(bands, out.shape[0])
         if above.stride(0) != below.stride(0):  # one may be a view of payloads, the other not
             above, below = above.contiguous(), below.contiguous()
         words = _words(packed)
         self.launch(
-            add_signs, pieces, base, words, above, below, weights, *tables, room, room.shape[0],
+            add_signs, pieces, base, words, above, below, weights, *tables, out, out.shape[0],
             tiles, packed.shape[0], words.stride(0), above.stride(0), **how,
         )  # fmt: skip
-        return room
+        return out
 
     def _folds(
         self, bands: RowGroups, passes: Sequence[tuple[Any, int]]
@@ -467,15 +473,15 @@ class Quantizers(Launcher):
             for number, (rows, _) in enumerate(passes)
         ]
 
-    def _fold(self, kernel: Any, table: tuple[Tensor, int], *given: Any, **how: Any) -> None:
+    def _fold(self, kernel: Any, table: tuple[Tensor, int], *args: Any, **how: Any) -> None:
         tasks, count = table
-        self.launch(kernel, count, tasks, *given, LEVELS=LEVELS, WIDE=WIDE, **how)
+        self.launch(kernel, count, tasks, *args, LEVELS=LEVELS, WIDE=WIDE, **how)
 
     def _sums(self, number: Any, size: int, last: bool) -> Tensor:
         """Return memory for the results of a pass; new memory for the last one."""
         if last:
             return self.empty(size, torch.float32)
-        return self.room(("sums", number), size, torch.float32)
+        return self.scratch(("sums", number), size, torch.float32)
 
     def _lengths(self, bands: RowGroups) -> Tensor:
         return self.table((bands, "lengths"), lambda: bands.lengths)
@@ -497,15 +503,15 @@ def tasks_of(bands: RowGroups) -> list[tuple[int, int, int]]:
     >>> tasks_of(RowGroups((RowGroup(0, 1, 5000), RowGroup(5024, 2, 3))))
     [(0, 4096, 0), (4096, 904, 0), (5024, 3, 1), (5027, 3, 2)]
     """
-    found: list[tuple[int, int, int]] = []
+    tasks: list[tuple[int, int, int]] = []
     group = 0
     for start, rows, length in bands.runs:
         for row in range(rows):
             first = start + row * length
             for at in range(0, length, TASK):
-                found.append((first + at, min(TASK, length - at), group))
+                tasks.append((first + at, min(TASK, length - at), group))
             group += 1
-    return found
+    return tasks
 
 
 @lru_cache(maxsize=256)
@@ -538,7 +544,7 @@ def map_of(bands: RowGroups, size: int) -> tuple[list[tuple[int, ...]], list[int
     The third result is the largest number of further bands in a word.
     """
     rows: list[tuple[int, ...]] = []
-    group = place = most = 0
+    group = place = further = 0
     for band in bands.runs:
         rows.append((band.start, band.end, band.length, group))
         group += band.rows
@@ -550,8 +556,8 @@ def map_of(bands: RowGroups, size: int) -> tuple[list[tuple[int, ...]], list[int
         last = place
         while last + 1 < len(rows) and rows[last][1] < first + GROUP:
             last += 1
-        most = max(most, last - place)
-    return rows or [(0, 0, 1, 0)], of_word, most
+        further = max(further, last - place)
+    return rows or [(0, 0, 1, 0)], of_word, further
 
 
 def joined(rows: Sequence[tuple[int, ...]]) -> list[int]:

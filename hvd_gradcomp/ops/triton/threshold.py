@@ -1,4 +1,4 @@
-"""Fused kernels of `codecs.threshold`, like `ops.torch.fused.ThresholdKernels` and c/threshold.c.
+"""Fused kernels of `codecs.threshold`, like `ops.fused.ThresholdKernels` and c/threshold.c.
 
     find     accumulates the gradient; a bit for each wanted element, the largest by layer
     code     drops those that no code of powers can express, and counts
@@ -7,9 +7,9 @@
     commit   removes the sent elements from the memory
     add      adds up words, tile by tile, and in each rank by rank; or places
 
-Two things differ from C. `Common.look` has already found indices that point outside of the bucket
-or do not ascend; `add` is safe with any index. And the sent elements, and their number, stay on the
-device.
+Two things differ from C. `Common.validate_headers` has already found indices that point outside of
+the bucket or do not ascend; `add` is safe with any index. And the sent elements, and their number,
+stay on the device. `ops.interface.bitpack` lists the twins of the formats.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ def find_words(
         at = tile * TILE + tl.arange(0, TILE)
         inside = at < n
         g = tl.load(gradient + at, mask=inside, other=0.0)
-        held = tl.load(r0 + at, mask=inside, other=0.0) + g
-        tl.store(r + at, held, mask=inside)
+        element = tl.load(r0 + at, mask=inside, other=0.0) + g
+        tl.store(r + at, element, mask=inside)
         wanted = inside
         if LARGE:
-            wanted = wanted & (tl.abs(held) > tau)
+            wanted = wanted & (tl.abs(element) > tau)
         if AMBIGUITY:
             q = g * g if moment is None else tl.load(moment + at, mask=inside, other=0.0)
             seen = tl.load(v0 + at, mask=inside, other=0.0) + q
-            wanted = wanted & (held * held > seen * alpha)
+            wanted = wanted & (element * element > seen * alpha)
             decayed = seen * zeta
             if CORRECTS:
                 decayed = tl.where(wanted, seen, decayed)
@@ -94,11 +94,11 @@ def find_words(
         word = tile * (TILE // 32) + tl.arange(0, TILE // 32)
         tl.store(mask + word, to_words(wanted, TILE), mask=word < n // 32)
         if POWERS:
-            sizes = tl.where(wanted, magnitude_of(held), 0)
-            most = tl.max(tl.reshape(sizes, (TILE // BLOCK, BLOCK)), axis=1)
+            sizes = tl.where(wanted, magnitude_of(element), 0)
+            peaks = tl.max(tl.reshape(sizes, (TILE // BLOCK, BLOCK)), axis=1)
             block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
             layer = tl.load(layer_of_block + block, mask=block < n // BLOCK, other=0)
-            tl.atomic_max(tops + layer, most, mask=most > 0)
+            tl.atomic_max(tops + layer, peaks, mask=peaks > 0)
         count += tl.sum(wanted.to(tl.int32))
     tl.store(counts + piece, count)
 
@@ -119,9 +119,9 @@ def spread(blocks, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def code_of(held, ceiling):
+def code_of(element, ceiling):
     """Return how far a value's exponent is below the ceiling, and whether that has a code."""
-    nearest = (magnitude_of(held) + 0x400000) >> 23
+    nearest = (magnitude_of(element) + 0x400000) >> 23
     rounded = tl.minimum(nearest, ceiling)
     below = ceiling - rounded
     return below, (below <= 7) & (rounded > 0)
@@ -140,17 +140,17 @@ def code_words(
         wanted = from_words(words, TILE) != 0
         at = tile * TILE + tl.arange(0, TILE)
         ceiling = ceilings_of(tops, layer_of_block, tile, n, BLOCK, TILE)[1]
-        held = tl.load(r + at, mask=wanted, other=0.0)
-        has = wanted & code_of(held, spread(ceiling, BLOCK, TILE))[1]
+        element = tl.load(r + at, mask=wanted, other=0.0)
+        has = wanted & code_of(element, spread(ceiling, BLOCK, TILE))[1]
         tl.store(kept + word, to_words(has, TILE), mask=word < n // 32)
         count += tl.sum(has.to(tl.int32))
     tl.store(counts + piece, count)
 
 
-@triton.jit(do_not_specialize=["turn", "capacity"])
+@triton.jit(do_not_specialize=["step", "capacity"])
 def write_words(
     r, v, v0, mask, counts, tops, arrived, layer_of_block, words, side, per_layer, numbers,
-    n, pieces, tiles, layers, capacity, turn, zeta,
+    n, pieces, tiles, layers, capacity, step, zeta,
     POWERS: tl.constexpr, CORRECTS: tl.constexpr, SIDE: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +166,7 @@ def write_words(
     piece = tl.program_id(0)
     before, wanted = before_and_all(counts, pieces, piece, PIECES)
     crowded = wanted > capacity
-    start = (turn.to(tl.int64) * capacity % tl.maximum(wanted, 1)).to(tl.int32)
+    start = (step.to(tl.int64) * capacity % tl.maximum(wanted, 1)).to(tl.int32)
     start = tl.where(crowded, start, 0)
     head = tl.where(crowded, tl.maximum(start + (capacity - wanted), 0), 0)
     sent = tl.minimum(wanted, capacity)
@@ -178,11 +178,11 @@ def write_words(
         late = place >= start
         goes = (flags != 0) & ((place < head) | (late & (place - start < capacity)))
         slot = tl.where(late, place - start + head, place)
-        held = tl.load(r + at, mask=goes, other=0.0)
+        element = tl.load(r + at, mask=goes, other=0.0)
         layer, ceiling = ceilings_of(tops, layer_of_block, tile, n, BLOCK, TILE)
-        code = (bits_of(held) & -0x80000000) | at
+        code = (bits_of(element) & -0x80000000) | at
         if POWERS:
-            code |= (code_of(held, spread(ceiling, BLOCK, TILE))[0] & 7) << 28
+            code |= (code_of(element, spread(ceiling, BLOCK, TILE))[0] & 7) << 28
         tl.store(words + slot, code, mask=goes)
         if CORRECTS:
             stays = (flags != 0) & ~goes
@@ -232,11 +232,11 @@ def write_places(
         word = tile * (TILE // 32) + tl.arange(0, TILE // 32)
         goes = from_words(tl.load(mask + word, mask=word < n // 32, other=0), TILE) != 0
         at = tile * TILE + tl.arange(0, TILE)
-        held = tl.load(r + at, mask=goes, other=0.0)
+        element = tl.load(r + at, mask=goes, other=0.0)
         layer, ceiling = ceilings_of(tops, layer_of_block, tile, n, BLOCK, TILE)
-        negative = (bits_of(held) < 0).to(tl.int32)
+        negative = (bits_of(element) < 0).to(tl.int32)
         if POWERS:
-            below, has = code_of(held, spread(ceiling, BLOCK, TILE))
+            below, has = code_of(element, spread(ceiling, BLOCK, TILE))
             goes = goes & has
             tl.store(
                 places + at, tl.where(goes, negative * 8 + below + 1, 0).to(tl.int8), mask=at < n
@@ -290,11 +290,11 @@ def commit_words(
     left = tl.zeros((TILE,), tl.float32)
     seen = tl.zeros((TILE,), tl.float32)
     if SUBTRACTS or CORRECTS:
-        held = tl.load(r0 + at, mask=inside, other=0.0)
+        element = tl.load(r0 + at, mask=inside, other=0.0)
         if SUBTRACTS:
-            left = held - value
+            left = element - value
         if CORRECTS:
-            seen = tl.load(v0 + at, mask=inside, other=0.0) - tl.abs(held) * twice_tau
+            seen = tl.load(v0 + at, mask=inside, other=0.0) - tl.abs(element) * twice_tau
             seen = seen + tau_squared
             seen = tl.where(seen > 0.0, seen, 0.0) * zeta
         if not SUBTRACTS:
@@ -341,16 +341,16 @@ def commit_places(
             block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
             layer = tl.load(layer_of_block + block, mask=block < n // BLOCK, other=0)
             exponent = spread(tl.load(exponents + layer).to(tl.int32), BLOCK, TILE)
-        held = tl.load(r0 + at, mask=inside, other=0.0)
+        element = tl.load(r0 + at, mask=inside, other=0.0)
         left = tl.zeros((TILE,), tl.float32)
         if SUBTRACTS:
-            left = held - value_of_code(code, exponent, tau, POWERS)
-        tl.store(r + at, tl.where(code != 0, left, held), mask=inside)
+            left = element - value_of_code(code, exponent, tau, POWERS)
+        tl.store(r + at, tl.where(code != 0, left, element), mask=inside)
         if v is not None:
             seen = tl.load(v0 + at, mask=inside, other=0.0)
             less = tl.zeros((TILE,), tl.float32)
             if CORRECTS:
-                less = seen - tl.abs(held) * twice_tau
+                less = seen - tl.abs(element) * twice_tau
                 less = less + tau_squared
                 less = tl.where(less > 0.0, less, 0.0) * zeta
             tl.store(v + at, tl.where(code != 0, less, seen), mask=inside)
@@ -358,13 +358,13 @@ def commit_places(
 
 @triton.jit(do_not_specialize=["capacity", "ranks"])
 def add_words(
-    bodies, layer_of_block, weights, room, n, stride, side, capacity, ranks, tau,
+    bodies, layer_of_block, weights, out, n, stride, side, capacity, ranks, tau,
     MASK: tl.constexpr, POWERS: tl.constexpr, BITS: tl.constexpr,
     TILE: tl.constexpr, NEAR: tl.constexpr, WIDE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Set room to the sum of all ranks' words times their weight, in rank order.
+    """Set `out` to the sum of all ranks' words times their weight, in rank order.
 
-    A program has a tile of the room, and finds the words of each rank that are in it.
+    A program has a tile of `out`, and finds the words of each rank that are in it.
 
     Args:
         bodies: of all ranks, `stride` words apart; words begin after `side` words.
@@ -373,7 +373,7 @@ def add_words(
     start = tl.program_id(0) * TILE
     end = tl.minimum(start + TILE, n - 1)  # before the sink
     tile = start + tl.arange(0, TILE)
-    tl.store(room + tile, tl.zeros((TILE,), tl.float32), mask=tile < n)
+    tl.store(out + tile, tl.zeros((TILE,), tl.float32), mask=tile < n)
     for rank in range(0, ranks):
         tl.debug_barrier()  # the writes of this program's other threads are visible
         body = bodies + rank * stride.to(tl.int64)
@@ -388,16 +388,16 @@ def add_words(
             inside = (place < last) & (at >= start) & (at < end)
             exponents = body.to(tl.pointer_type(tl.int8))
             value = value_of(word, exponents, layer_of_block, inside, tau, POWERS, BITS) * weight
-            total = tl.load(room + at, mask=inside, other=0.0)
-            tl.store(room + at, total + value, mask=inside)
+            total = tl.load(out + at, mask=inside, other=0.0)
+            tl.store(out + at, total + value, mask=inside)
 
 
 @triton.jit(do_not_specialize=["ranks"])
 def add_places(
-    bodies, layer_of_block, weights, room, n, stride, side, tiles, ranks, tau,
+    bodies, layer_of_block, weights, out, n, stride, side, tiles, ranks, tau,
     POWERS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Set room to the sum of all ranks' places; `stride` and `side` are in bytes."""
+    """Set `out` to the sum of all ranks' places; `stride` and `side` are in bytes."""
     piece = tl.program_id(0)
     for tile in range(piece * tiles, piece * tiles + tiles):
         at = tile * TILE + tl.arange(0, TILE)
@@ -412,18 +412,18 @@ def add_places(
                 exponent = spread(tl.load(body + layer).to(tl.int32), BLOCK, TILE)
             value = value_of_code(code, exponent, tau, POWERS) * tl.load(weights + rank)
             total = total + tl.where(code != 0, value, 0.0)
-        tl.store(room + at, tl.where(at == n - 1, 0.0, total), mask=at < n)
+        tl.store(out + at, tl.where(at == n - 1, 0.0, total), mask=at < n)
 
 
 class ThresholdKernels(Launcher):
-    """Kernels of threshold methods; see `ops.torch.fused.ThresholdKernels`."""
+    """Kernels of threshold methods; see `ops.fused.ThresholdKernels`."""
 
     def write(
         self,
         rule: Rule,
         layout: Layout,
         level: CapacityLevel,
-        turn: int,
+        step: int,
         memory: Sequence[Tensor],
         gradient: Tensor,
         moment: Tensor | None,
@@ -432,12 +432,12 @@ class ThresholdKernels(Launcher):
         size, layers, block = layout.size, len(layout.names), layout.block
         pieces, tiles = cut(size, TILE)
         r0, v0 = memory[0], memory[1] if rule.ambiguity else None
-        r, v = self.ops.room(r0), None if v0 is None else self.ops.room(v0)
+        r, v = self.ops.writable(r0), None if v0 is None else self.ops.writable(v0)
         table = self._layer_of_block(layout)
         per_layer, numbers = self.empty(layers, torch.int64), self.empty(2, torch.int64)
         tops, arrived = self.clean("tops", layers), self.clean("arrived", 1)
-        mask, counts = self.room("mask", size // 32), self.room("counts", pieces)
-        kept = self.room("kept", size // 32) if rule.powers and not level.dense else mask
+        mask, counts = self.scratch("mask", size // 32), self.scratch("counts", pieces)
+        kept = self.scratch("kept", size // 32) if rule.powers and not level.dense else mask
         side = rule.side_bytes(layout)
         body = self.empty(rule.body_bytes(layout, level), torch.uint8)
         exponents, rest = body[:side].view(torch.int8), body[side:]
@@ -463,18 +463,18 @@ class ThresholdKernels(Launcher):
                     code_words, pieces, r, mask, kept, counts, tops, table, size, tiles,
                     partly={0: apart}, BLOCK=block, TILE=TILE,
                 )  # fmt: skip
-            held = (v, v) if rule.corrects else (None, None)
+            decaying = (v, v) if rule.corrects else (None, None)
             self.launch(
-                write_words, pieces, r, *held, kept, counts, tops, arrived, table,
+                write_words, pieces, r, *decaying, kept, counts, tops, arrived, table,
                 rest.view(torch.int32), exponents, per_layer, numbers, size, pieces, tiles, layers,
-                level.capacity, turn, float(rule.zeta), partly=dict.fromkeys((0, 1, 2), apart),
+                level.capacity, step, float(rule.zeta), partly=dict.fromkeys((0, 1, 2), apart),
                 POWERS=rule.powers, CORRECTS=rule.corrects, SIDE=side, BLOCK=block, TILE=TILE,
                 PIECES=PIECES,
             )  # fmt: skip
             sent, wanted = numbers[0], numbers[1]
 
         def commit() -> None:
-            given = (r, v, r, v)
+            memories = (r, v, r, v)
             tau, zeta = float(rule.tau), float(rule.zeta)
             how = tau, zeta, 2 * tau, tau * tau
             kind: dict[str, Any] = {
@@ -484,14 +484,14 @@ class ThresholdKernels(Launcher):
             }
             if level.dense:
                 self.launch(
-                    commit_places, pieces, rest.view(torch.int8), exponents, table, *given, size,
+                    commit_places, pieces, rest.view(torch.int8), exponents, table, *memories, size,
                     tiles, *how, **kind, BLOCK=block, TILE=TILE,
                 )  # fmt: skip
                 return
             partly = dict.fromkeys(range(3, 8), apart)
             self.launch(
                 commit_words, -(-level.capacity // 1024), rest.view(torch.int32), exponents,
-                numbers, table, *given, *how, partly=partly, **kind, MASK=_mask(rule),
+                numbers, table, *memories, *how, partly=partly, **kind, MASK=_mask(rule),
                 BITS=layout.block_bits, TILE=1024,
             )  # fmt: skip
 
@@ -505,28 +505,28 @@ class ThresholdKernels(Launcher):
         level: CapacityLevel,
         bodies: Tensor,
         weights: Tensor,
-        room: Tensor,
+        out: Tensor,
     ) -> Tensor:
-        room, ranks, size = self.ops.room(room), bodies.shape[0], layout.size
+        out, ranks, size = self.ops.writable(out), bodies.shape[0], layout.size
         table, side = self._layer_of_block(layout), rule.side_bytes(layout)
         if level.dense:
             pieces, tiles = cut(size, TILE)
             self.launch(
-                add_places, pieces, bodies.view(torch.int8), table, weights, room, size,
+                add_places, pieces, bodies.view(torch.int8), table, weights, out, size,
                 bodies.stride(0), side, tiles, ranks, float(rule.tau),
                 POWERS=rule.powers, BLOCK=layout.block, TILE=TILE,
             )  # fmt: skip
-            return room
+            return out
         words, rounds = bodies.view(torch.int32), 1
         while WIDE**rounds < level.capacity:
             rounds += 1
         self.launch(
-            add_words, -(-size // ADDED), words, table, weights, room, size, words.stride(0),
+            add_words, -(-size // ADDED), words, table, weights, out, size, words.stride(0),
             side // 4, level.capacity, ranks, float(rule.tau),
             MASK=_mask(rule), POWERS=rule.powers, BITS=layout.block_bits,
             TILE=ADDED, NEAR=NEAR, WIDE=WIDE, ROUNDS=rounds,
         )  # fmt: skip
-        return room
+        return out
 
     def _layer_of_block(self, layout: Layout) -> Tensor:
         cut(layout.size, TILE)

@@ -1,8 +1,9 @@
-"""Fused kernels of `codecs.topk`, like `ops.torch.fused.TopKKernels` and c/topk.c.
+"""Fused kernels of `codecs.topk`, like `ops.fused.TopKKernels` and c/topk.c.
 
     collect  accumulates the gradient; by group a histogram of the upper bits of magnitudes
-    narrow   finds the bin of the k-th, the elements there or beyond, a histogram of the bits below
-    choose   by group: the k-th to the last bit, ties in turn, the selected indices, ascending
+    list_candidates
+             finds the bin of the k-th, the elements there or beyond, a histogram of the bits below
+    select   by group: the k-th to the last bit, ties in turn, the selected indices, ascending
     pack     writes the body: indices packed as in `codecs.indices`, values; clears these in r
     unpack   decodes the indices and the largest value of each rank's body
     add      adds up all bodies, tile by tile, and in each rank by rank
@@ -54,26 +55,26 @@ SLOTS = 1024  # of a body, per program
 
 
 @triton.jit
-def all_wanted(quota, most, groups, NEAR: tl.constexpr):
-    """Return the number of wanted elements, and of groups that want any; 0 if `most` is None."""
+def all_wanted(quota, limits, groups, NEAR: tl.constexpr):
+    """Return the number of wanted elements, and of groups that want any; 0 if `limits` is None."""
     every = tl.zeros((), tl.int64)
     some = tl.zeros((), tl.int64)
-    if most is not None:
+    if limits is not None:
         for first in range(0, groups, NEAR):
             group = first + tl.arange(0, NEAR)
             want = tl.load(quota + group, mask=group < groups, other=0)
-            want = tl.where(want > 0, want, tl.load(most + group, mask=group < groups, other=0))
+            want = tl.where(want > 0, want, tl.load(limits + group, mask=group < groups, other=0))
             every += tl.sum(want)
             some += tl.sum(tl.minimum(want, 1))
     return every, some
 
 
 @triton.jit
-def quota_of(quota, most, group, known, every, some, capacity):
-    """Return the elements that a group sends: its quota, or with `most` as in `Indexing.shares`."""
+def quota_of(quota, limits, group, known, every, some, capacity):
+    """Return the elements that a group sends: its quota, or with `limits` as in `Ops.shares`."""
     want = tl.load(quota + group, mask=known, other=0)
-    if most is not None:
-        want = tl.where(want > 0, want, tl.load(most + group, mask=known, other=0))
+    if limits is not None:
+        want = tl.where(want > 0, want, tl.load(limits + group, mask=known, other=0))
         one = tl.minimum(want, 1)
         share = one + (want - one) * (capacity - some) // tl.maximum(every - some, 1)
         want = tl.where(every > capacity, share, want)
@@ -115,9 +116,9 @@ def collect(
             speed = tl.load(u0 + at, mask=inside, other=0.0) * momentum + g
             tl.store(u + at, tl.where(at == n - 1, 0.0, speed), mask=inside)
             g = speed * momentum + g if NESTEROV else speed
-        held = tl.load(r0 + at, mask=inside, other=0.0) + g
-        tl.store(r + at, tl.where(at == n - 1, 0.0, held), mask=inside)
-        size = magnitude_of(held)
+        element = tl.load(r0 + at, mask=inside, other=0.0) + g
+        tl.store(r + at, tl.where(at == n - 1, 0.0, element), mask=inside)
+        size = magnitude_of(element)
         counts += tl.histogram(size >> 20, UPPER, mask=inside & (size > 0))
     group = tl.load(tasks + 3 * program + 2)
     digit = tl.arange(0, UPPER)
@@ -142,8 +143,8 @@ def digit_of(counts, group, rank, BINS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["capacity"])
-def narrow(
-    r, tasks, quota, most, wanted, histogram, finer, found, counts, groups, capacity,
+def list_candidates(
+    r, tasks, quota, limits, wanted, histogram, finer, candidates, counts, groups, capacity,
     BLOCK: tl.constexpr, UPPER: tl.constexpr, LOWER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """List, from a task's start, the indices in the bin of the group's k-th and beyond; count them.
@@ -152,17 +153,17 @@ def narrow(
     next bits of those in the bin.
 
     Args:
-        most: limits of the quotas, if these have yet to share the capacity, else None.
+        limits: of the quotas, if these have yet to share the capacity, else None.
         wanted: total that the groups want.
     """
     program = tl.program_id(0)
     start = tl.load(tasks + 3 * program) * BLOCK
     end = tl.load(tasks + 3 * program + 1) * BLOCK
     group = tl.load(tasks + 3 * program + 2)
-    every, some = all_wanted(quota, most, groups, 256)
-    if most is not None:
+    every, some = all_wanted(quota, limits, groups, 256)
+    if limits is not None:
         tl.store(wanted, every, mask=program == 0)
-    k = quota_of(quota, most, group, group >= 0, every, some, capacity)
+    k = quota_of(quota, limits, group, group >= 0, every, some, capacity)
     bin = digit_of(histogram, group, k, UPPER)[0]
     least = tl.maximum(bin << 20, 1)
     lower = tl.zeros((LOWER,), tl.int32)
@@ -174,7 +175,7 @@ def narrow(
         here = tl.sum(near)
         if here > 0:
             place = start + count + tl.cumsum(near) - 1
-            tl.store(found + place, at, mask=near != 0)
+            tl.store(candidates + place, at, mask=near != 0)
             within = (near != 0) & ((size >> 20) == bin)
             lower += tl.histogram((size >> 10) & (LOWER - 1), LOWER, mask=within)
             count += here
@@ -188,7 +189,7 @@ def narrow(
 
 @triton.jit
 def gathered(
-    found, tasks, counts, first, last, into,
+    candidates, tasks, counts, first, last, into,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Concatenate the candidates of some tasks, and return their number."""
@@ -200,9 +201,9 @@ def gathered(
         place = total + tl.cumsum(count) - count
         for left in range(0, tl.max(count), COLUMNS):
             column = left + tl.arange(0, COLUMNS)
-            there = column[None, :] < count[:, None]
-            index = tl.load(found + start[:, None] + column[None, :], mask=there, other=0)
-            tl.store(into + place[:, None] + column[None, :], index, mask=there)
+            inside = column[None, :] < count[:, None]
+            index = tl.load(candidates + start[:, None] + column[None, :], mask=inside, other=0)
+            tl.store(into + place[:, None] + column[None, :], index, mask=inside)
         total += tl.sum(count)
     return total
 
@@ -218,10 +219,10 @@ def is_early(index, known, first, origin, starts, layer_of_block, WHOLE: tl.cons
     return (known & (number < first)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["turn", "capacity"])
-def choose(
-    r, tasks, groups, quota, most, histogram, passing, finer, found, counts, listed, starts,
-    layer_of_block, chosen, number, count_of_groups, turn, capacity,
+@triton.jit(do_not_specialize=["step", "capacity"])
+def select(
+    r, tasks, groups, quota, limits, histogram, passing, finer, candidates, counts, listed, starts,
+    layer_of_block, chosen, number, count_of_groups, step, capacity,
     WHOLE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, UPPER: tl.constexpr,
     LOWER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -235,22 +236,22 @@ def choose(
         number: total number of chosen elements.
     """
     group = tl.program_id(0)
-    every, some = all_wanted(quota, most, count_of_groups, 256)
+    every, some = all_wanted(quota, limits, count_of_groups, 256)
     before = 0
     for first in range(0, group, 256):
         other = first + tl.arange(0, 256)
         known = other < group
-        share = quota_of(quota, most, other, known, every, some, capacity)
-        there = tl.load(passing + other, mask=known, other=0)
-        before += tl.sum(tl.where(known, tl.minimum(share, there), 0))
-    k = quota_of(quota, most, group, group >= 0, every, some, capacity)
-    there = tl.load(passing + group)
+        share = quota_of(quota, limits, other, known, every, some, capacity)
+        nonzero = tl.load(passing + other, mask=known, other=0)
+        before += tl.sum(tl.where(known, tl.minimum(share, nonzero), 0))
+    k = quota_of(quota, limits, group, group >= 0, every, some, capacity)
+    nonzero = tl.load(passing + group)
     if group == count_of_groups - 1:
-        tl.store(number, before + tl.minimum(k, there))
+        tl.store(number, before + tl.minimum(k, nonzero))
     origin = tl.load(groups + 4 * group + 2)
-    mine = listed + origin
+    of_group = listed + origin
     task, last_task = tl.load(groups + 4 * group), tl.load(groups + 4 * group + 1)
-    total = gathered(found, tasks, counts, task, last_task, mine, BLOCK, ROWS, COLUMNS)
+    total = gathered(candidates, tasks, counts, task, last_task, of_group, BLOCK, ROWS, COLUMNS)
     tl.debug_barrier()
     upper, rank, ties = digit_of(histogram, group, k, UPPER)
     middle, rank, ties = digit_of(finer, group, rank, LOWER)
@@ -258,22 +259,22 @@ def choose(
     lower = tl.zeros((LOWER,), tl.int32)
     for first in range(0, total, TILE):
         place = first + tl.arange(0, TILE)
-        index = tl.load(mine + place, mask=place < total, other=0)
+        index = tl.load(of_group + place, mask=place < total, other=0)
         size = magnitude_of(tl.load(r + index, mask=place < total, other=0.0))
         within = (place < total) & ((size >> 10) == front)
         lower += tl.histogram(size & (LOWER - 1), LOWER, mask=within)
-    low, room, ties = nth(lower, rank, LOWER)
-    # If there are at most k, all are chosen, and none of them ties with the last.
-    last = tl.where(k < there, (front << 10) | low, 0)
-    from_ = (turn.to(tl.int64) * k % tl.load(groups + 4 * group + 3)).to(tl.int32)
+    low, places, ties = nth(lower, rank, LOWER)
+    # If at most k are not zero, all are chosen, and none of them ties with the last.
+    last = tl.where(k < nonzero, (front << 10) | low, 0)
+    from_ = (step.to(tl.int64) * k % tl.load(groups + 4 * group + 3)).to(tl.int32)
     earlies = 0
-    if (ties <= room) | (k >= there):
-        room = total  # for all of them
+    if (ties <= places) | (k >= nonzero):
+        places = total  # for all of them
         ties = 0
     else:
         for first in range(0, total, TILE):
             place = first + tl.arange(0, TILE)
-            index = tl.load(mine + place, mask=place < total, other=0)
+            index = tl.load(of_group + place, mask=place < total, other=0)
             size = magnitude_of(tl.load(r + index, mask=place < total, other=0.0))
             tie = (place < total) & (size == last)
             earlies += tl.sum(
@@ -282,13 +283,13 @@ def choose(
     seen = 0
     for first in range(0, total, TILE):
         place = first + tl.arange(0, TILE)
-        index = tl.load(mine + place, mask=place < total, other=0)
+        index = tl.load(of_group + place, mask=place < total, other=0)
         size = magnitude_of(tl.load(r + index, mask=place < total, other=0.0))
         tie = (place < total) & (size == last)
         early = is_early(index, tie, from_, origin, starts, layer_of_block, WHOLE, BITS)
         turned = seen + tl.cumsum(tie.to(tl.int32)) - earlies + early * ties
         seen += tl.sum(tie.to(tl.int32))
-        kept = ((place < total) & (size > last)) | (tie & (turned <= room))
+        kept = ((place < total) & (size > last)) | (tie & (turned <= places))
         slot = before + tl.cumsum(kept.to(tl.int32)) - 1
         tl.store(chosen + slot, index, mask=kept & (slot < capacity))
         before += tl.sum(kept.to(tl.int32))
@@ -523,7 +524,7 @@ def add_chosen(
 
 
 class TopKKernels(Launcher):
-    """Kernels of the methods with a number of elements; see `ops.torch.fused.TopKKernels`."""
+    """Kernels of the methods with a number of elements; see `ops.fused.TopKKernels`."""
 
     leads = False  # a leader chooses by plain ops
     looks = shares = removes = True
@@ -533,7 +534,7 @@ class TopKKernels(Launcher):
         how: Collecting,
         scope: Scope,
         form: Form,
-        turn: int,
+        step: int,
         quota: Tensor | None,
         most: Sequence[int],
         hint: Tensor,
@@ -542,7 +543,7 @@ class TopKKernels(Launcher):
         before: Tensor,
         shares: bool = False,
     ) -> Written:
-        """Encode a step; see `ops.torch.fused`. With `shares`, quota is as in `Indexing.shares`."""
+        """Encode a step; see `ops.fused`. With `shares`, quota is as in `Indexing.shares`."""
         layout, places, capacity = scope.layout, form.places, form.capacity
         size, layers, groups = layout.size, len(layout.names), scope.count
         tasks = self._tasks(scope)
@@ -550,15 +551,15 @@ class TopKKernels(Launcher):
         wanted, limits = (self.empty((), torch.int64), table) if shares else (None, None)
         quota = table if quota is None else quota
         r0, u0 = memory[0], memory[1] if how.momentum else None
-        r, u = self.ops.room(r0), None if u0 is None else self.ops.room(u0)
+        r, u = self.ops.writable(r0), None if u0 is None else self.ops.writable(u0)
         cleared = groups * (UPPER + LOWER + 1)
         room = self.clean("found", cleared)
         histogram, finer = room[: groups * UPPER], room[groups * UPPER : -groups]
         passing = room[cleared - groups :]
         programs = tasks.shape[0] // 3
-        found, listed = self.room("found", size), self.room("listed", size)
-        counts, chosen = self.room("counts", programs), self.room("chosen", capacity)
-        number = self.room("number", 1)
+        found, listed = self.scratch("found", size), self.scratch("listed", size)
+        counts, chosen = self.scratch("counts", programs), self.scratch("chosen", capacity)
+        number = self.scratch("number", 1)
         per_layer, sent = self.empty(layers, torch.int64), self.empty((), torch.int64)
         body = self.empty(form.size, torch.uint8)
         lies, starts = self.table((layout, "layer_of_block"), lambda: layout.layer_of_block), None
@@ -572,20 +573,20 @@ class TopKKernels(Launcher):
         )  # fmt: skip
         near = 4 * 3 * capacity  # bytes of the candidates, about three times as many
         self.launch(
-            narrow, programs, r, tasks, quota, limits, wanted, histogram, finer, found, counts,
-            groups, capacity,
+            list_candidates, programs, r, tasks, quota, limits, wanted, histogram, finer, found,
+            counts, groups, capacity,
             partly={7: near}, BLOCK=layout.block, UPPER=UPPER, LOWER=LOWER, TILE=TILE,
         )  # fmt: skip
         self.launch(
-            choose, groups, r, tasks, bounds, quota, limits, histogram, passing,
-            finer, found, counts, listed, starts, lies, chosen, number, groups, turn, capacity,
+            select, groups, r, tasks, bounds, quota, limits, histogram, passing,
+            finer, found, counts, listed, starts, lies, chosen, number, groups, step, capacity,
             partly={0: 3 * capacity * SECTOR, 8: near, 10: 4 * near, 12: near},
             WHOLE=scope.whole, BITS=layout.block_bits, BLOCK=layout.block, UPPER=UPPER,
             LOWER=LOWER, ROWS=ROWS, COLUMNS=COLUMNS, TILE=TILE,
         )  # fmt: skip
         packed = places.blocks > 0
         length = places.blocks * GROUP if packed else capacity
-        begin = turn % places.blocks * GROUP if packed else 0
+        begin = step % places.blocks * GROUP if packed else 0
         tiles = -(-length // SLOTS)
         apart = capacity * SECTOR
         self.launch(
@@ -608,11 +609,11 @@ class TopKKernels(Launcher):
         limit: float,
         beyond: str,
     ) -> Tensor:
-        """Sum the bodies; see `ops.torch.fused`. Demand `beyond` if the sum might exceed limit."""
+        """Sum the bodies; see `ops.fused`. Demand `beyond` if the sum might exceed limit."""
         places, capacity, ranks = form.places, form.capacity, bodies.shape[0]
-        room, words = self.ops.room(room), bodies.view(torch.int32)
-        index, shares = self.room("index", ranks * capacity), self.room("shares", 2 * ranks)
-        largest = self.room("largest", ranks, torch.float32)
+        room, words = self.ops.writable(room), bodies.view(torch.int32)
+        index, shares = self.scratch("index", ranks * capacity), self.scratch("shares", 2 * ranks)
+        largest = self.scratch("largest", ranks, torch.float32)
         facts = self.empty((ranks + 1,), torch.bool)
         held, fits = facts[:ranks], facts[ranks:]
         at_indices, at_deltas, at_values = _words(form)
