@@ -35,8 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import points
 from hvd_gradcomp import Compressor
 from hvd_gradcomp.core.collectives import Allgather
-from hvd_gradcomp.core.compressor import Context, leaves
 from hvd_gradcomp.core.layout import plan_buckets
+from hvd_gradcomp.method.compressor import Context, leaves
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.runtime.program_runner import ProgramRunner
 from hvd_gradcomp.tuning.models import resnet50

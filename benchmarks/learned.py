@@ -30,8 +30,8 @@ from rich.table import Table
 from hvd_gradcomp import GradiVeQCompressor, LGCCompressor, PowerSGDCompressor
 from hvd_gradcomp.algorithms.gradiveq import projection
 from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.core.layout import plan_buckets
+from hvd_gradcomp.method.compressor import Context
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
 from hvd_gradcomp.runtime.program_runner import ProgramRunner

@@ -43,8 +43,8 @@ from hvd_gradcomp import (
     VarianceCompressor,
 )
 from hvd_gradcomp.core.collectives import Allgather
-from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.core.layout import Layout, plan_buckets
+from hvd_gradcomp.method.compressor import Context
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.runtime.program_runner import ProgramRunner
 from hvd_gradcomp.tuning.models import resnet50

@@ -41,9 +41,9 @@ from tensorflow.compiler.xla.service import hlo_pb2
 from benchmarks.traffic import METHODS, RANKS, RATIO, SECTOR, Count, buckets
 from hvd_gradcomp import Compressor
 from hvd_gradcomp.core.collectives import Allgather
-from hvd_gradcomp.core.compressor import Context, leaves, with_leaves
 from hvd_gradcomp.core.cost_model import Bucket, Dense, Link, Way, break_even
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Context, leaves, with_leaves
 from hvd_gradcomp.ops import PayloadError
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.runtime.program_runner import ProgramRunner

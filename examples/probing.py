@@ -16,7 +16,7 @@ import hvd_gradcomp.torch as hvd
 from examples import digits
 from examples.pytorch.digits import network
 from hvd_gradcomp.monitoring.probe import Reading
-from hvd_gradcomp.torch.probing import Probe
+from hvd_gradcomp.torch.monitoring.probing import Probe
 
 
 def main() -> None:

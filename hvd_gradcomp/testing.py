@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.core.collectives import Allreduce, Gather, Switch
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Compressor, Context, Program, State
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.runtime import naming
 from hvd_gradcomp.runtime.program_runner import CollectiveRunner, Participants, ProgramRunner, never

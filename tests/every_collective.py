@@ -12,7 +12,7 @@ from hvd_gradcomp.core.collectives import (
     Broadcast,
     Switch,
 )
-from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.method.compressor import Compressor
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvd_gradcomp.core.collectives import Inside
-from hvd_gradcomp.core.compressor import Compressor, Context
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Compressor, Context
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.runtime import hierarchy
 from hvd_gradcomp.runtime.program_runner import (

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import leaves
 from hvd_gradcomp.ops.native import library
 from hvd_gradcomp.testing import World
 

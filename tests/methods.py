@@ -44,8 +44,8 @@ from hvd_gradcomp import (
     robust,
 )
 from hvd_gradcomp.codecs.sparse import SparseCompressor, StepInputs
-from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.compressor import Context
+from hvd_gradcomp.method import wire
+from hvd_gradcomp.method.compressor import Context
 
 
 def encode_step(compressor, ops, layout, level, step, gradient, state):

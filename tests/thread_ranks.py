@@ -11,9 +11,9 @@ import torch
 
 from hvd_gradcomp.core.collectives import Allreduce, Gather
 from hvd_gradcomp.runtime.program_runner import Participants
-from hvd_gradcomp.torch import reducer_state
-from hvd_gradcomp.torch.reducer_state import OF_HOOKS
-from hvd_gradcomp.torch.tensor_exchange import Connection
+from hvd_gradcomp.torch.local.tensor_exchange import Connection
+from hvd_gradcomp.torch.reduce import reducer_state
+from hvd_gradcomp.torch.reduce.reducer_state import OF_HOOKS
 
 _SECONDS = 60.0
 

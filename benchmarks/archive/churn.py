@@ -35,7 +35,8 @@ import torch.distributed as dist
 from torch import nn
 
 from hvd_gradcomp import Int8Compressor, OuterSGD
-from hvd_gradcomp.torch import ddp, rendezvous
+from hvd_gradcomp.torch import ddp
+from hvd_gradcomp.torch.membership import rendezvous
 
 LOCAL_STEPS, BATCH = 15, 32
 GLOO_TIMEOUT = 5  # seconds, over Horovod

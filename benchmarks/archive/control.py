@@ -36,7 +36,8 @@ def torch_steps(compressor: Compressor) -> tuple[Any, dict[str, Step]]:
     from torch import nn
 
     import hvd_gradcomp.torch as hvd
-    from hvd_gradcomp.torch import grad_synchronizer, reducer
+    from hvd_gradcomp.torch.drop_in import grad_synchronizer
+    from hvd_gradcomp.torch.reduce import reducer
 
     torch.set_num_threads(1)
     x = torch.randn(BATCH, SHAPES[0][0])
@@ -77,7 +78,7 @@ def tensorflow_steps(compressor: Compressor) -> tuple[Any, dict[str, Step]]:
     import tensorflow as tf
 
     import hvd_gradcomp.tensorflow as hvd
-    from hvd_gradcomp.tensorflow import counters, step_sync
+    from hvd_gradcomp.tensorflow.reduce import counters, step_sync
 
     x = tf.random.normal((BATCH, SHAPES[0][0]))
 

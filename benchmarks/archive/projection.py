@@ -26,8 +26,8 @@ from examples import digits
 from examples.pytorch.learned import network
 from hvd_gradcomp import GradiVeQCompressor
 from hvd_gradcomp.algorithms.gradiveq import basis, projection
-from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Context
 from hvd_gradcomp.ops.torch import TorchOps
 
 RANKS = 2

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
-from hvd_gradcomp.core import patterns, validate
+from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.collectives import Allreduce
-from hvd_gradcomp.core.compressor import Report
-from hvd_gradcomp.core.handover import Handover
+from hvd_gradcomp.method import patterns
+from hvd_gradcomp.method.compressor import Report
+from hvd_gradcomp.method.handover import Handover
 from hvd_gradcomp.ops import Tensor
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_gradcomp.codecs.linear import LinearCompressor
-from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.ops import Ops, Tensor
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
-from hvd_gradcomp.core.compressor import Compressor, State, is_replicated, leaves, with_leaves
-from hvd_gradcomp.core.learned import owner_of
+from hvd_gradcomp.method.compressor import Compressor, State, is_replicated, leaves, with_leaves
+from hvd_gradcomp.method.learned import owner_of
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.runtime.program_runner import Participants
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Compressor
 
 FORMAT = 4  # of a saved state; changes when its tensors, or their meaning, change
 

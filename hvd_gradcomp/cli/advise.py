@@ -17,9 +17,9 @@ from hvd_gradcomp.cli.advise_report import EVERY, HOSTS, Row
 from hvd_gradcomp.cli.bench import DENSE, about, warm_up_rounds
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
-from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.cost_model import Bucket, Dense, Link, Way
-from hvd_gradcomp.core.handover import takes_momentum
+from hvd_gradcomp.method.compressor import Compressor
+from hvd_gradcomp.method.handover import takes_momentum
 from hvd_gradcomp.monitoring.probe import Reading
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.tuning import fewer_exchanges, recommend
@@ -322,7 +322,7 @@ def _suited(
         optimizer: None if unknown.
         say: called with a message for each compressor that is left out or changed.
     """
-    from hvd_gradcomp.torch.momentum import resolve_compressor
+    from hvd_gradcomp.torch.reduce.momentum import resolve_compressor
 
     suited: dict[Compressor, None] = {}
     for compressor in compressors:
@@ -343,7 +343,7 @@ def _suited(
 
 def _probed(model: Model, gradients: Gradients, steps: int = 8) -> dict[str, float | None]:
     """Probe the gradients of some steps; return means over elements, None if unknown."""
-    from hvd_gradcomp.torch.probing import Probe
+    from hvd_gradcomp.torch.monitoring.probing import Probe
 
     trained = [p for p in model.module.parameters() if p.requires_grad]
     probe = Probe(model.module.named_parameters(), every=1)

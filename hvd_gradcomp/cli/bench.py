@@ -13,8 +13,8 @@ from hvd_gradcomp.cli import launching, options, output, style
 from hvd_gradcomp.cli.options import figure
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
-from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.version import __version__
+from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.planning.description import brief
 
 if TYPE_CHECKING:

@@ -13,15 +13,15 @@ from typing import Any
 
 import click
 
+from hvd_gradcomp.algorithms.combined.local_steps import LocalSchedule
 from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.algorithms.local_steps import LocalSchedule
 from hvd_gradcomp.cli import launching, options, output, style
 from hvd_gradcomp.cli.options import figure
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.cli.without_horovod import Distributed, transport_of
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.planning.description import brief
 
 LAST = 0.1  # share of the steps, at the end, to average the loss over

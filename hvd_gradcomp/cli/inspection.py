@@ -132,7 +132,7 @@ def _torch() -> Iterator[Facts]:
     from horovod.torch.optimizer import _DistributedOptimizer
 
     import hvd_gradcomp.torch
-    from hvd_gradcomp.torch.optimizer import check_seam
+    from hvd_gradcomp.torch.drop_in.optimizer import check_seam
 
     check_seam(_DistributedOptimizer)
     yield {"seam": hvd_gradcomp.torch.__name__}

@@ -20,9 +20,9 @@ import hvd_gradcomp
 from hvd_gradcomp.cli import style
 from hvd_gradcomp.cli.output import in_folder, with_json, writing
 from hvd_gradcomp.core import registry
-from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.installation import WITHOUT_HOROVOD
 from hvd_gradcomp.core.suggestions import did_you_mean, unknown_parameters
+from hvd_gradcomp.method.compressor import Compressor
 
 WIDTH = 80  # columns of a terminal
 NAMES = 19  # columns for a row's name

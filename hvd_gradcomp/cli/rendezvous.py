@@ -27,7 +27,7 @@ def command(host: str, port: int) -> None:
     itself: no tensor goes through it. Whoever reaches the port can join: let none but the hosts of
     the training do so.
     """
-    from hvd_gradcomp.torch import rendezvous
+    from hvd_gradcomp.torch.membership import rendezvous
 
     try:
         store = rendezvous.serve(host, port)

@@ -9,7 +9,7 @@ from typing import Any
 
 def transport_of(source: Any) -> str:
     """Return the library under `LocalSteps` or `MomentumExchange`; "" for everything else."""
-    wrapped: Any = sys.modules.get("hvd_gradcomp.torch.wrapped_optimizer")
+    wrapped: Any = sys.modules.get("hvd_gradcomp.torch.local.wrapped_optimizer")
     if wrapped is None or not isinstance(source, wrapped.WrappedOptimizer):
         return ""
     return str(source.reducers[0].transport.library)

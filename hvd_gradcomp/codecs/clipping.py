@@ -11,7 +11,7 @@ from typing import Any
 
 from hvd_gradcomp.codecs.deterministic_sum import sum_of_layers
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.compressor import Context
+from hvd_gradcomp.method.compressor import Context
 from hvd_gradcomp.ops import Ops, Tensor
 
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.compressor import Report
-from hvd_gradcomp.core.handover import Handover
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Report
+from hvd_gradcomp.method.handover import Handover
 from hvd_gradcomp.ops import Ops, Tensor
 
 

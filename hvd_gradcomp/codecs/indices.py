@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from hvd_gradcomp.codecs.elias_fano import EliasFano, low_bits
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.wire import Part
+from hvd_gradcomp.method.wire import Part
 from hvd_gradcomp.ops import Ops, Tensor
 
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from hvd_gradcomp.core import patterns
 from hvd_gradcomp.core.collectives import Allreduce
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
 from hvd_gradcomp.core.cost_model import Exchange
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method import patterns
+from hvd_gradcomp.method.compressor import Compressor, Context, Program, State
 from hvd_gradcomp.ops import Ops, Tensor, ops_of
 
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from hvd_gradcomp.codecs.sparse import Memory, Residual
 from hvd_gradcomp.codecs.topk import TopKCompressor
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.compressor import Compressor, State, derived
-from hvd_gradcomp.core.handover import Correction
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Compressor, State, derived
+from hvd_gradcomp.method.handover import Correction
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.kernel_params import Collecting
 

@@ -22,10 +22,10 @@ from hvd_gradcomp.codecs.compaction import window
 from hvd_gradcomp.codecs.elias_fano import EliasFano
 from hvd_gradcomp.codecs.topk_select import largest, of_blocks
 from hvd_gradcomp.codecs.values import ValueCoding, ValueGroups
-from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.collectives import Allgather, Alltoall
-from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method import patterns, wire
+from hvd_gradcomp.method.compressor import Context
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.kernel_params import Collecting, Form
 from hvd_gradcomp.ops.scope import Scope, layer_of

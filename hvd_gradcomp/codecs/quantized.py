@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 
 from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.collectives import Allgather, Alltoall
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, State, derived
 from hvd_gradcomp.core.cost_model import Exchange, cheapest, dense_exchange, two_shot_exchange
-from hvd_gradcomp.core.handover import Handover
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.row_groups import RowGroup, RowGroups
+from hvd_gradcomp.method import patterns, wire
+from hvd_gradcomp.method.compressor import Compressor, Context, Program, State, derived
+from hvd_gradcomp.method.handover import Handover
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.interface.bitpack import GROUP
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from hvd_gradcomp.codecs.compaction import Selection
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.wire import Part
+from hvd_gradcomp.method.wire import Part
 from hvd_gradcomp.ops import Ops, Tensor
 
 _SIGN = 31  # position of float32's sign bit, and the number of bits below it

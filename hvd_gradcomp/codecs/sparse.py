@@ -14,13 +14,13 @@ from collections.abc import Callable, Generator
 from typing import Any, ClassVar, NamedTuple
 
 from hvd_gradcomp.codecs.clipping import Clipping
-from hvd_gradcomp.core import patterns, wire
-from hvd_gradcomp.core.capacity import POLICIES, CapacityPolicy, CapacitySchedule, CapacityState
 from hvd_gradcomp.core.collectives import Allgather, Switch
-from hvd_gradcomp.core.compressor import Context, Program, Report, State
 from hvd_gradcomp.core.cost_model import Exchange, dense_exchange
-from hvd_gradcomp.core.handover import Handover
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method import patterns, wire
+from hvd_gradcomp.method.capacity import POLICIES, CapacityPolicy, CapacitySchedule, CapacityState
+from hvd_gradcomp.method.compressor import Context, Program, Report, State
+from hvd_gradcomp.method.handover import Handover
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.interface.header import ReductionSpec
 from hvd_gradcomp.ops.kernel_params import CapacityLevel

@@ -29,11 +29,12 @@ from hvd_gradcomp.codecs.sparse import (
     SparseState,
     StepInputs,
 )
-from hvd_gradcomp.core import patterns, validate, wire
-from hvd_gradcomp.core.capacity import POLICIES, CapacityPolicy, CapacitySchedule
-from hvd_gradcomp.core.compressor import Context, Report, State, derived
+from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.cost_model import most_gathered
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method import patterns, wire
+from hvd_gradcomp.method.capacity import POLICIES, CapacityPolicy, CapacitySchedule
+from hvd_gradcomp.method.compressor import Context, Report, State, derived
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.interface.bitpack import GROUP
 from hvd_gradcomp.ops.interface.header import ReductionSpec

@@ -26,11 +26,12 @@ from hvd_gradcomp.codecs.indices import CODINGS, IndexCoding, Words
 from hvd_gradcomp.codecs.sparse import Encoded, Memory, Payloads, SparseCompressor, StepInputs
 from hvd_gradcomp.codecs.topk_select import largest, of_blocks
 from hvd_gradcomp.codecs.values import VALUES, ValueCoding, ValueGroups
-from hvd_gradcomp.core import patterns, validate, wire
-from hvd_gradcomp.core.capacity import CapacitySchedule, CapacityState
-from hvd_gradcomp.core.compressor import Context
+from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.cost_model import Exchange, dense_exchange, most_gathered
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method import patterns, wire
+from hvd_gradcomp.method.capacity import CapacitySchedule, CapacityState
+from hvd_gradcomp.method.compressor import Context
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.kernel_params import CapacityLevel, Collecting, Form
 from hvd_gradcomp.ops.scope import Scope, layer_of

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.row_groups import RowGroups
-from hvd_gradcomp.core.wire import Part
+from hvd_gradcomp.method.wire import Part
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.interface.bitpack import GROUP
 from hvd_gradcomp.ops.interface.quantization import TINY

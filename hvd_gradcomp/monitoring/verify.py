@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hvd_gradcomp.core.compressor import Compressor, State, is_replicated, leaves
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Compressor, State, is_replicated, leaves
 from hvd_gradcomp.ops import Ops, Tensor
 
 _TILE = 1 << 18  # words for each block, so that the products fit in the cache

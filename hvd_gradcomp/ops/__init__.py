@@ -2,7 +2,7 @@
 
 Rules:
 
-* A tensor is opaque to `algorithms/`, `codecs/` and `core/patterns.py`. It takes Python's
+* A tensor is opaque to `algorithms/`, `codecs/` and `method/patterns.py`. It takes Python's
   arithmetic, comparison and `&`, `|`, `~` operators, slicing, and the ops of `interface/`; nothing
   else.
 * Integers are int64 (or uint8 for bytes), reals are float32. TensorFlow keeps int32 on the host

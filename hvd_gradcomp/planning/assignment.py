@@ -18,13 +18,13 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, Union
 
+from hvd_gradcomp.algorithms.combined.wrappers import corrected, part
 from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.algorithms.wrappers import corrected, part
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, State, derived
-from hvd_gradcomp.core.handover import Correction, Handover, correction_of
 from hvd_gradcomp.core.layers import ROLES, Layer, Traits, traits_of
 from hvd_gradcomp.core.layout import Layout, outputs_first, plan_buckets
+from hvd_gradcomp.method.compressor import Compressor, Context, Program, State, derived
+from hvd_gradcomp.method.handover import Correction, Handover, correction_of
 from hvd_gradcomp.ops import Ops, Tensor
 
 _WHOLE = 1 << 62

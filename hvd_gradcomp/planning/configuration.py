@@ -10,8 +10,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from hvd_gradcomp.core import registry
-from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.suggestions import did_you_mean, unknown_parameters
+from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.planning.assignment import Named, Role, Smaller
 
 _CLASS = "class"  # no field can be called so

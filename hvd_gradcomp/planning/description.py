@@ -7,10 +7,10 @@ from math import prod
 
 from tabulate import tabulate
 
-from hvd_gradcomp.algorithms.wrappers import MomentumAfter
-from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.algorithms.combined.wrappers import MomentumAfter
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout, outputs_first
+from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.planning.assignment import assign
 from hvd_gradcomp.planning.worth import goes_dense
 

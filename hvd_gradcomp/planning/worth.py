@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.cost_model import gathers_rows
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout, outputs_first
+from hvd_gradcomp.method.compressor import Compressor
 
 Plan = Sequence[tuple[Compressor, Layout]]
 

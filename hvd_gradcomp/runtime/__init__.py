@@ -16,6 +16,6 @@
     errors            explains what Horovod and torch.distributed raise
 
 A frontend supplies a `Transport` with five collectives and keeps the tensors. There are four:
-`torch/comm/horovod.py`, `torch/comm/c10d.py`, `tensorflow/comm.py`, and the in-memory transport of
-`testing.World`.
+`torch/comm/horovod.py`, `torch/comm/c10d.py`, `tensorflow/comm/horovod.py`, and the in-memory
+transport of `testing.World`.
 """

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.version import __version__
+from hvd_gradcomp.method import wire
+from hvd_gradcomp.method.compressor import Compressor
 
 Description = dict[str, str]
 

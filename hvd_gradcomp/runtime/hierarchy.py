@@ -21,10 +21,10 @@ import platform
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.collectives import Allreduce, Broadcast, Inside
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, State
-from hvd_gradcomp.core.patterns import poison
+from hvd_gradcomp.method import wire
+from hvd_gradcomp.method.compressor import Compressor, Context, Program, State
+from hvd_gradcomp.method.patterns import poison
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
 from hvd_gradcomp.runtime.program_runner import Groups, HostPosition, unswitched
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, Protocol
 
-from hvd_gradcomp.algorithms.local_steps import LocalSchedule
+from hvd_gradcomp.algorithms.combined.local_steps import LocalSchedule
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.exchange_state import (
     ExchangeState,

@@ -9,8 +9,9 @@ arrives, the ranks report once more, and raise if all reports are the same: then
 waited in between.
 
 A report that only some ranks submit stays pending in Horovod, which warns of it and may stop it as
-stalled. The next round of a step on PyTorch (`torch/step_sync.py`), or the next step on TensorFlow,
-completes it. A frontend supplies what is pending, and the sum of a table over ranks: see
+stalled. The next round of a step on PyTorch (`torch/reduce/step_sync.py`), or the next step on
+TensorFlow, completes it. A frontend supplies what is pending, and the sum of a table over ranks:
+see
 `StallInspector` and `StallChannel`.
 """
 

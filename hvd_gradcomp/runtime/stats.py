@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hvd_gradcomp.core.compressor import Compressor, Report, State
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Compressor, Report, State
 from hvd_gradcomp.monitoring.stats import CompressionStats, mean_losses, norm_of
 
 

@@ -30,10 +30,10 @@ from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.tensorflow import elastic
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
+from hvd_gradcomp.tensorflow.comm.stall_inspector import DeadlockError, init, shutdown
 from hvd_gradcomp.tensorflow.datasets import even_batches
 from hvd_gradcomp.tensorflow.local_steps import LocalSteps
 from hvd_gradcomp.tensorflow.probing import Probe
-from hvd_gradcomp.tensorflow.stall_inspector import DeadlockError, init, shutdown
 from hvd_gradcomp.tensorflow.stats import compression_stats, describe, discard_step, retrain, verify
 from hvd_gradcomp.tensorflow.stats_writer import StatsWriter
 from hvd_gradcomp.tensorflow.tape import (

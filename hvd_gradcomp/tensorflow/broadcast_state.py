@@ -10,9 +10,9 @@ import tensorflow as tf
 from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.runtime.config_check import MismatchError
-from hvd_gradcomp.tensorflow.comm import gather_objects
-from hvd_gradcomp.tensorflow.reducer import LOGGER, TITLES, GraphReducer, living
-from hvd_gradcomp.tensorflow.variables import is_rank_local, plain_variable
+from hvd_gradcomp.tensorflow.comm.horovod import gather_objects
+from hvd_gradcomp.tensorflow.interop.variables import is_rank_local, plain_variable
+from hvd_gradcomp.tensorflow.reduce.reducer import LOGGER, TITLES, GraphReducer, living
 
 _TRAVEL = frozenset({"uint8", "int8", "int32", "int64", "float16", "float32", "float64", "bool"})
 

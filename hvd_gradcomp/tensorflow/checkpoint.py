@@ -22,14 +22,19 @@ from safetensors import numpy as safetensors
 from hvd_gradcomp.checkpoint import files, reducer_state, schema
 from hvd_gradcomp.checkpoint.files import Ranks, Takeover
 from hvd_gradcomp.checkpoint.schema import CheckpointError
-from hvd_gradcomp.core.compressor import is_replicated, leaves
-from hvd_gradcomp.tensorflow.buckets import Bucket
+from hvd_gradcomp.method.compressor import is_replicated, leaves
 from hvd_gradcomp.tensorflow.checkpoint_barrier import barrier
-from hvd_gradcomp.tensorflow.comm import gather_objects
+from hvd_gradcomp.tensorflow.comm.horovod import gather_objects
+from hvd_gradcomp.tensorflow.interop.variables import (
+    is_apart,
+    is_own,
+    is_rank_local,
+    plain_variable,
+)
 from hvd_gradcomp.tensorflow.local_steps import LocalSteps
-from hvd_gradcomp.tensorflow.reducer import GraphReducer
-from hvd_gradcomp.tensorflow.reducers import distributed_in, optimizer_of, reducer_in
-from hvd_gradcomp.tensorflow.variables import is_apart, is_own, is_rank_local, plain_variable
+from hvd_gradcomp.tensorflow.reduce.buckets import Bucket
+from hvd_gradcomp.tensorflow.reduce.reducer import GraphReducer
+from hvd_gradcomp.tensorflow.reduce.registry import distributed_in, optimizer_of, reducer_in
 
 Arrays = dict[str, np.ndarray]
 _META = "meta"

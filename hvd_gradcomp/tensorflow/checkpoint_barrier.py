@@ -23,9 +23,9 @@ from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.runtime.step_header import SIZE, Kind, StepHeader
-from hvd_gradcomp.tensorflow import stall_inspector
-from hvd_gradcomp.tensorflow.comm import gather_objects
-from hvd_gradcomp.tensorflow.reducer import living
+from hvd_gradcomp.tensorflow.comm import stall_inspector
+from hvd_gradcomp.tensorflow.comm.horovod import gather_objects
+from hvd_gradcomp.tensorflow.reduce.reducer import living
 
 PATIENCE = 10.0  # seconds of waiting before a rank submits its messages
 _NAME = "gradcomp.checkpoint"

@@ -7,8 +7,8 @@ from typing import Any
 import horovod.tensorflow as horovod
 import tensorflow as tf
 
-from hvd_gradcomp.tensorflow.comm import gather_objects, takes_part
-from hvd_gradcomp.tensorflow.reducer import LOGGER
+from hvd_gradcomp.tensorflow.comm.horovod import gather_objects, takes_part
+from hvd_gradcomp.tensorflow.reduce.reducer import LOGGER
 
 _INFINITE, _NO_DATASET = int(tf.data.INFINITE_CARDINALITY), -3
 

@@ -27,21 +27,21 @@ from horovod.tensorflow.elastic import (
     rank,
 )
 
-from hvd_gradcomp.core.handover import residual_of
+from hvd_gradcomp.method.handover import residual_of
 from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, RankState
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
-from hvd_gradcomp.tensorflow.comm import gather_objects
+from hvd_gradcomp.tensorflow.comm.horovod import gather_objects
+from hvd_gradcomp.tensorflow.comm.stall_inspector import init, shutdown
+from hvd_gradcomp.tensorflow.interop.variables import plain_variable
 from hvd_gradcomp.tensorflow.local_steps import LocalSteps
-from hvd_gradcomp.tensorflow.reducer import TITLES, GraphReducer
-from hvd_gradcomp.tensorflow.reducers import (
+from hvd_gradcomp.tensorflow.reduce.reducer import TITLES, GraphReducer
+from hvd_gradcomp.tensorflow.reduce.registry import (
     distributed_in,
     drop_reducers,
     reducer_for,
     reducer_in,
     reducers_over,
 )
-from hvd_gradcomp.tensorflow.stall_inspector import init, shutdown
-from hvd_gradcomp.tensorflow.variables import plain_variable
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer

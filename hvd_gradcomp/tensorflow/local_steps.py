@@ -16,32 +16,32 @@ from weakref import WeakValueDictionary
 import horovod.tensorflow as horovod
 import tensorflow as tf
 
-from hvd_gradcomp.algorithms.local_steps import (
+from hvd_gradcomp.algorithms.combined.local_steps import (
     AVERAGING,
     LocalSchedule,
     OuterSGD,
     cut,
     warn_without_warmup,
 )
-from hvd_gradcomp.algorithms.wrappers import take_over
+from hvd_gradcomp.algorithms.combined.wrappers import take_over
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layers import Layer
+from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.runtime.local_rounds import LocalRounds
 from hvd_gradcomp.runtime.round_clock import RoundClock
 from hvd_gradcomp.runtime.unique_names import UniqueNames
-from hvd_gradcomp.tensorflow.averaging import BufferAverage, GradientAverage
-from hvd_gradcomp.tensorflow.comm import takes_part
-from hvd_gradcomp.tensorflow.fragments import CounterVariables, GraphFragment
-from hvd_gradcomp.tensorflow.layers import named_layers, widened
-from hvd_gradcomp.tensorflow.moving_averages import UnknownAverages, averages_of
-from hvd_gradcomp.tensorflow.options import ExchangeOptions
-from hvd_gradcomp.tensorflow.rank_channel import GraphRankChannel
-from hvd_gradcomp.tensorflow.reducer import LOGGER, GraphReducer
-from hvd_gradcomp.tensorflow.reducers import exchanges_in
-from hvd_gradcomp.tensorflow.rivals import RivalExchanges
-from hvd_gradcomp.tensorflow.round_clock import GraphProgressGather
-from hvd_gradcomp.tensorflow.variables import keep_apart, new_variable, plain_variable
+from hvd_gradcomp.tensorflow.comm.horovod import takes_part
+from hvd_gradcomp.tensorflow.comm.round_clock import GraphProgressGather
+from hvd_gradcomp.tensorflow.interop.layers import named_layers, widened
+from hvd_gradcomp.tensorflow.interop.moving_averages import UnknownAverages, averages_of
+from hvd_gradcomp.tensorflow.interop.variables import keep_apart, new_variable, plain_variable
+from hvd_gradcomp.tensorflow.local.averaging import BufferAverage, GradientAverage
+from hvd_gradcomp.tensorflow.local.fragments import CounterVariables, GraphFragment
+from hvd_gradcomp.tensorflow.local.rank_channel import GraphRankChannel
+from hvd_gradcomp.tensorflow.reduce.options import ExchangeOptions
+from hvd_gradcomp.tensorflow.reduce.reducer import LOGGER, GraphReducer
+from hvd_gradcomp.tensorflow.reduce.registry import exchanges_in
+from hvd_gradcomp.tensorflow.reduce.rivals import RivalExchanges
 
 if TYPE_CHECKING:
     from keras.optimizers import Optimizer

@@ -13,7 +13,7 @@ from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.monitoring import probe
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.runtime.program_runner import run
-from hvd_gradcomp.tensorflow.comm import takes_part
+from hvd_gradcomp.tensorflow.comm.horovod import takes_part
 
 _names = (f"gradcomp.probe.{number}" for number in itertools.count())
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_gradcomp.core.compressor import with_leaves
+from hvd_gradcomp.method.compressor import with_leaves
 from hvd_gradcomp.monitoring.stats import CompressionStats, combined
 from hvd_gradcomp.planning import description
 from hvd_gradcomp.runtime import stats as runtime_stats
-from hvd_gradcomp.tensorflow import checksums
 from hvd_gradcomp.tensorflow.local_steps import LocalSteps
-from hvd_gradcomp.tensorflow.reducer import GraphReducer
-from hvd_gradcomp.tensorflow.reducers import distributed_in, reducer_of
+from hvd_gradcomp.tensorflow.reduce import checksums
+from hvd_gradcomp.tensorflow.reduce.reducer import GraphReducer
+from hvd_gradcomp.tensorflow.reduce.registry import distributed_in, reducer_of
 
 
 def compression_stats(source: Any) -> CompressionStats:

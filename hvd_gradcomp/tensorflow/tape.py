@@ -16,12 +16,12 @@ from typing import Any
 import horovod.tensorflow as horovod
 import tensorflow as tf
 
-from hvd_gradcomp.algorithms.variance import weight_of_passes
-from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.tensorflow.options import ExchangeOptions
-from hvd_gradcomp.tensorflow.reducer import LOGGER, GraphReducer
-from hvd_gradcomp.tensorflow.reducers import reducer_for
-from hvd_gradcomp.tensorflow.variables import plain_variable
+from hvd_gradcomp.algorithms.threshold.variance import weight_of_passes
+from hvd_gradcomp.method.compressor import Compressor
+from hvd_gradcomp.tensorflow.interop.variables import plain_variable
+from hvd_gradcomp.tensorflow.reduce.options import ExchangeOptions
+from hvd_gradcomp.tensorflow.reduce.reducer import LOGGER, GraphReducer
+from hvd_gradcomp.tensorflow.reduce.registry import reducer_for
 
 _warned: set[Compressor] = set()
 

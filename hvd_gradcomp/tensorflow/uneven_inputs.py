@@ -12,9 +12,9 @@ from horovod.tensorflow import mpi_ops
 
 from hvd_gradcomp.runtime.step_header import Kind
 from hvd_gradcomp.tensorflow import checkpoint_barrier
-from hvd_gradcomp.tensorflow.comm import explained, gather_objects
-from hvd_gradcomp.tensorflow.reducer import GraphReducer, living
-from hvd_gradcomp.tensorflow.stall_inspector import RankSet
+from hvd_gradcomp.tensorflow.comm.horovod import explained, gather_objects
+from hvd_gradcomp.tensorflow.comm.stall_inspector import RankSet
+from hvd_gradcomp.tensorflow.reduce.reducer import GraphReducer, living
 
 
 def join() -> tf.Tensor:

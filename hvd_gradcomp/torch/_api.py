@@ -19,18 +19,18 @@ from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.stall_inspector import DeadlockError
 from hvd_gradcomp.torch import elastic
-from hvd_gradcomp.torch.broadcast_objects import broadcast_parameters
-from hvd_gradcomp.torch.broadcast_state import broadcast_optimizer_state
-from hvd_gradcomp.torch.checkpoint import load_checkpoint, save_checkpoint
-from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
-from hvd_gradcomp.torch.lr_scheduler import EGCScheduler
+from hvd_gradcomp.torch.comm.broadcast_objects import broadcast_parameters
+from hvd_gradcomp.torch.drop_in.broadcast_state import broadcast_optimizer_state
+from hvd_gradcomp.torch.drop_in.checkpoint import load_checkpoint, save_checkpoint
+from hvd_gradcomp.torch.drop_in.lr_scheduler import EGCScheduler
+from hvd_gradcomp.torch.drop_in.optimizer import DistributedOptimizer
+from hvd_gradcomp.torch.drop_in.uneven_inputs import join
+from hvd_gradcomp.torch.drop_in.wrapped_horovod import LocalSteps, MomentumExchange
 from hvd_gradcomp.torch.moments.tracker import MomentTracker, track_moments
-from hvd_gradcomp.torch.optimizer import DistributedOptimizer
-from hvd_gradcomp.torch.probing import Probe
-from hvd_gradcomp.torch.stats_writer import StatsWriter
-from hvd_gradcomp.torch.step_sync import GradientChangedError
-from hvd_gradcomp.torch.uneven_inputs import join
-from hvd_gradcomp.torch.wrapped_horovod import LocalSteps, MomentumExchange
+from hvd_gradcomp.torch.monitoring.inspection import compression_stats, describe, retrain, verify
+from hvd_gradcomp.torch.monitoring.probing import Probe
+from hvd_gradcomp.torch.monitoring.stats_writer import StatsWriter
+from hvd_gradcomp.torch.reduce.step_sync import GradientChangedError
 
 # Already replaced in Horovod's modules, see `comm.recorded`.
 barrier, synchronize, shutdown = _horovod.barrier, _horovod.synchronize, _horovod.shutdown

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_gradcomp.checkpoint.schema import CheckpointError
-from hvd_gradcomp.core.compressor import Compressor, leaves
+from hvd_gradcomp.method.compressor import Compressor, leaves
 from hvd_gradcomp.monitoring.reports import JSONLines, TensorBoard
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.monitoring.verify import DivergedError
@@ -36,27 +36,27 @@ from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.program_runner import Participants
-from hvd_gradcomp.torch import inspection
-from hvd_gradcomp.torch.bucket import Named
-from hvd_gradcomp.torch.bucketing import BucketPlanner, layers_of
-from hvd_gradcomp.torch.claims import Claim
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup, sparse_allreduce
 from hvd_gradcomp.torch.comm.hosts import participants_among, setting_of
-from hvd_gradcomp.torch.ddp_elastic import Elastic, ElasticState
-from hvd_gradcomp.torch.ddp_hook import DDPExchange
-from hvd_gradcomp.torch.ddp_reduction import comm_hook_of, models_of, reduced_parameters
-from hvd_gradcomp.torch.hook_compression import HookCompression, SetUp
-from hvd_gradcomp.torch.inference import outside_inference
-from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain, verify
-from hvd_gradcomp.torch.moments.dynamo import interpreted
+from hvd_gradcomp.torch.hooks.ddp_hook import DDPExchange
+from hvd_gradcomp.torch.hooks.hook_compression import HookCompression, SetUp
+from hvd_gradcomp.torch.interop.ddp_reduction import comm_hook_of, models_of, reduced_parameters
+from hvd_gradcomp.torch.interop.dynamo import interpreted
+from hvd_gradcomp.torch.interop.inference import outside_inference
+from hvd_gradcomp.torch.local.wrapped_c10d import LocalSteps, MomentumExchange
+from hvd_gradcomp.torch.membership.ddp_elastic import Elastic, ElasticState
+from hvd_gradcomp.torch.membership.rendezvous import RendezvousError
 from hvd_gradcomp.torch.moments.tracker import track_moments
-from hvd_gradcomp.torch.options import ExchangeOptions
-from hvd_gradcomp.torch.probing import Probe
-from hvd_gradcomp.torch.reducer import Reducer
-from hvd_gradcomp.torch.rendezvous import RendezvousError
-from hvd_gradcomp.torch.sparse_grads import SparseGradients
-from hvd_gradcomp.torch.stats_writer import StatsWriter
-from hvd_gradcomp.torch.wrapped_c10d import LocalSteps, MomentumExchange
+from hvd_gradcomp.torch.monitoring import inspection
+from hvd_gradcomp.torch.monitoring.inspection import compression_stats, describe, retrain, verify
+from hvd_gradcomp.torch.monitoring.probing import Probe
+from hvd_gradcomp.torch.monitoring.stats_writer import StatsWriter
+from hvd_gradcomp.torch.reduce.bucket import Named
+from hvd_gradcomp.torch.reduce.bucketing import BucketPlanner, layers_of
+from hvd_gradcomp.torch.reduce.claims import Claim
+from hvd_gradcomp.torch.reduce.options import ExchangeOptions
+from hvd_gradcomp.torch.reduce.reducer import Reducer
+from hvd_gradcomp.torch.reduce.sparse_grads import SparseGradients
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,16 +16,16 @@ from horovod.torch.elastic import TorchState as _StockState
 from horovod.torch.elastic.state import ModelStateHandler, StateHandler
 
 from hvd_gradcomp.runtime.elastic import LOGGER, Lost, Membership, RankState
-from hvd_gradcomp.torch.broadcast_objects import from_root
-from hvd_gradcomp.torch.broadcast_state import hand_out, hand_out_rounds, plain_state
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
+from hvd_gradcomp.torch.comm.broadcast_objects import from_root
 from hvd_gradcomp.torch.comm.horovod import TITLES, gather_objects
-from hvd_gradcomp.torch.grad_synchronizer import GradSynchronizer, synchronizer_of
-from hvd_gradcomp.torch.inference import outside_inference
-from hvd_gradcomp.torch.optimizer import scales
-from hvd_gradcomp.torch.reducer import Reducer, wait_for_copies
-from hvd_gradcomp.torch.reducer_state import Snapshot, reset_local, resize, squares
-from hvd_gradcomp.torch.wrapped_optimizer import WrappedOptimizer
+from hvd_gradcomp.torch.drop_in.broadcast_state import hand_out, hand_out_rounds, plain_state
+from hvd_gradcomp.torch.drop_in.grad_synchronizer import GradSynchronizer, synchronizer_of
+from hvd_gradcomp.torch.drop_in.optimizer import scales
+from hvd_gradcomp.torch.interop.inference import outside_inference
+from hvd_gradcomp.torch.local.wrapped_optimizer import WrappedOptimizer
+from hvd_gradcomp.torch.reduce.reducer import Reducer, wait_for_copies
+from hvd_gradcomp.torch.reduce.reducer_state import Snapshot, reset_local, resize, squares
 
 __all__ = [
     "ElasticSampler",

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 
 from hvd_gradcomp.checkpoint.schema import CheckpointError
-from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
@@ -33,19 +33,19 @@ from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare, values
-from hvd_gradcomp.torch import inspection
-from hvd_gradcomp.torch.bucketing import BucketPlanner
-from hvd_gradcomp.torch.claims import Claim
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
-from hvd_gradcomp.torch.fsdp_exchange import ShardExchange
-from hvd_gradcomp.torch.fsdp_units import FSDPModule, Shard, Unit, groups_of, units_of
-from hvd_gradcomp.torch.hook_compression import HookCompression, SetUp
-from hvd_gradcomp.torch.inference import outside_inference
-from hvd_gradcomp.torch.inspection import compression_stats, describe, retrain
-from hvd_gradcomp.torch.moments.dynamo import interpreted
-from hvd_gradcomp.torch.options import ExchangeOptions
-from hvd_gradcomp.torch.reducer import Reducer
-from hvd_gradcomp.torch.stats_writer import StatsWriter
+from hvd_gradcomp.torch.hooks.fsdp_exchange import ShardExchange
+from hvd_gradcomp.torch.hooks.fsdp_units import FSDPModule, Shard, Unit, groups_of, units_of
+from hvd_gradcomp.torch.hooks.hook_compression import HookCompression, SetUp
+from hvd_gradcomp.torch.interop.dynamo import interpreted
+from hvd_gradcomp.torch.interop.inference import outside_inference
+from hvd_gradcomp.torch.monitoring import inspection
+from hvd_gradcomp.torch.monitoring.inspection import compression_stats, describe, retrain
+from hvd_gradcomp.torch.monitoring.stats_writer import StatsWriter
+from hvd_gradcomp.torch.reduce.bucketing import BucketPlanner
+from hvd_gradcomp.torch.reduce.claims import Claim
+from hvd_gradcomp.torch.reduce.options import ExchangeOptions
+from hvd_gradcomp.torch.reduce.reducer import Reducer
 
 __all__ = [
     "CheckpointError",

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hvd_gradcomp.algorithms.chunked_topk import ChunkedTopKCompressor
-from hvd_gradcomp.algorithms.narrow import Int8Compressor
-from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.algorithms.quantized.narrow import Int8Compressor
+from hvd_gradcomp.algorithms.sparse.chunked_topk import ChunkedTopKCompressor
+from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.tuning.recommend import WORTH, Span
 
 

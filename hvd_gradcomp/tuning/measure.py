@@ -19,26 +19,26 @@ import horovod.torch as horovod
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_gradcomp.algorithms.wrappers import corrected
+from hvd_gradcomp.algorithms.combined.wrappers import corrected
 from hvd_gradcomp.core.collectives import Allreduce, Gather, goes_as_sum
-from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.cost_model import KINDS, Link, volume
 from hvd_gradcomp.core.cost_model import Bucket as Cost
-from hvd_gradcomp.core.handover import takes_momentum
-from hvd_gradcomp.core.learned import Learned
+from hvd_gradcomp.method.compressor import Compressor
+from hvd_gradcomp.method.handover import takes_momentum
+from hvd_gradcomp.method.learned import Learned
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.planning.worth import idle
 from hvd_gradcomp.runtime.driver import run_until_done
 from hvd_gradcomp.runtime.program_runner import Participants
-from hvd_gradcomp.torch.bucket import Bucket
-from hvd_gradcomp.torch.bucketing import BucketPlanner
-from hvd_gradcomp.torch.comm.backend import Backend
 from hvd_gradcomp.torch.comm.horovod import TITLES, HorovodBackend, pauses
 from hvd_gradcomp.torch.moments import tracker
-from hvd_gradcomp.torch.options import ExchangeOptions
-from hvd_gradcomp.torch.reducer import Reducer
-from hvd_gradcomp.torch.step_sync import ConfigCheck
+from hvd_gradcomp.torch.reduce.backend import Backend
+from hvd_gradcomp.torch.reduce.bucket import Bucket
+from hvd_gradcomp.torch.reduce.bucketing import BucketPlanner
+from hvd_gradcomp.torch.reduce.options import ExchangeOptions
+from hvd_gradcomp.torch.reduce.reducer import Reducer
+from hvd_gradcomp.torch.reduce.step_sync import ConfigCheck
 from hvd_gradcomp.tuning.models import Model, ModelError, shapes
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes, to measure a link with

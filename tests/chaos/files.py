@@ -280,7 +280,7 @@ def ranks(size: int = 3) -> Target:
     """Tensors of several ranks, a thread each, without a frontend."""
     import torch
 
-    from hvd_gradcomp.torch import safetensors_file
+    from hvd_gradcomp.torch.interop import safetensors_file
     from tests.parallel.workers.results import digest
 
     random = torch.Generator().manual_seed(1)

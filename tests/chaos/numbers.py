@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hvd_gradcomp import Compressor, NonFiniteGradientError
-from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.method.compressor import leaves
 from hvd_gradcomp.testing import World
 from tests.chaos.outcomes import Input
 from tests.chaos.payloads import (

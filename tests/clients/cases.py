@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import optimizer as hooks
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.handover import correction_of
+from hvd_gradcomp.method.handover import correction_of
 from tests.parallel.workers.results import digest, errors_of, write
 
 RATE = 0.1  # of all that SGD trains

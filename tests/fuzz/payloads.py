@@ -15,7 +15,7 @@ import torch
 from hvd_gradcomp import Compressor, NonFiniteGradientError, PayloadError
 from hvd_gradcomp.core.collectives import Switch
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.wire import HEADER_BYTES, MAGIC
+from hvd_gradcomp.method.wire import HEADER_BYTES, MAGIC
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import BALANCED, EVERY, INT32, PRODUCTS, ROBUST, ROUNDED, TODAY

@@ -10,8 +10,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.testing import World
 
 FOLDER = Path(__file__).parent

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hvd_gradcomp.torch import rendezvous
+from hvd_gradcomp.torch.membership import rendezvous
 from tests.parallel.forkserver import ROOT, python
 from tests.parallel.launch import environment
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import leaves
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import LEARNED, ONE_OF_EACH, ONE_OF_TODAY, PRODUCTS

@@ -15,8 +15,8 @@ from hvd_gradcomp import (
     StromCompressor,
     VarianceCompressor,
 )
-from hvd_gradcomp.core.compressor import Context, leaves, with_leaves
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Context, leaves, with_leaves
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.scope import Scope
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps

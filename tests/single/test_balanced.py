@@ -29,9 +29,9 @@ from hvd_gradcomp import (
 from hvd_gradcomp.checkpoint.reducer_state import Origin, restore
 from hvd_gradcomp.codecs.owners import KNOTS
 from hvd_gradcomp.core.collectives import Allreduce, Alltoall
-from hvd_gradcomp.core.compressor import Compressor, leaves
-from hvd_gradcomp.core.handover import correction_of, residual_of, takes_momentum
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Compressor, leaves
+from hvd_gradcomp.method.handover import correction_of, residual_of, takes_momentum
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign
 from hvd_gradcomp.testing import World

@@ -28,12 +28,12 @@ from hvd_gradcomp import (
     VarianceCompressor,
     after,
 )
-from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.capacity import PATIENCE, CapacitySchedule
 from hvd_gradcomp.core.collectives import Allgather, Allreduce, Switch
-from hvd_gradcomp.core.compressor import leaves, with_leaves
 from hvd_gradcomp.core.cost_model import volume
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method import wire
+from hvd_gradcomp.method.capacity import PATIENCE, CapacitySchedule
+from hvd_gradcomp.method.compressor import leaves, with_leaves
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps

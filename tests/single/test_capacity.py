@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
-from hvd_gradcomp.core.capacity import PATIENCE, POLICIES, CapacitySchedule
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.capacity import PATIENCE, POLICIES, CapacitySchedule
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvd_gradcomp import NoneCompressor
 from hvd_gradcomp.runtime.config_check import REFUSED, MismatchError
-from hvd_gradcomp.torch import ddp_reduction, setup_check
-from hvd_gradcomp.torch.claims import Claim
+from hvd_gradcomp.torch.hooks import setup_check
+from hvd_gradcomp.torch.interop import ddp_reduction
+from hvd_gradcomp.torch.reduce.claims import Claim
 
 RANKS = SimpleNamespace(ranks=[0, 1])
 FIRST = "optimizer that exchanged in its place, and is gone"

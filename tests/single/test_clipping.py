@@ -10,9 +10,9 @@ import torch
 
 import hvd_gradcomp
 from hvd_gradcomp.codecs import clipping
-from hvd_gradcomp.core.compressor import Context, leaves
-from hvd_gradcomp.core.handover import residual_of
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Context, leaves
+from hvd_gradcomp.method.handover import residual_of
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.methods import EVERY, LEARNED

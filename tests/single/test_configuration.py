@@ -18,7 +18,7 @@ from hvd_gradcomp import (
     role,
     smaller,
 )
-from hvd_gradcomp.algorithms.wrappers import MomentumAfter, corrected
+from hvd_gradcomp.algorithms.combined.wrappers import MomentumAfter, corrected
 from hvd_gradcomp.planning.configuration import as_config, from_config
 from tests.methods import EVERY, LEARNED, OUTSIDE
 

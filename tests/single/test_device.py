@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_gradcomp.core.collectives import Allgather, Switch
-from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Context
 from hvd_gradcomp.ops.torch import TorchOps
 from tests.methods import EVERY, LARGEST, LEARNED, WORDS, encode_step
 from tests.single.older import without_data

@@ -17,8 +17,8 @@ import hvd_gradcomp
 from docs import follow
 from hvd_gradcomp.ops import Ops
 from hvd_gradcomp.runtime.program_runner import Transport
-from hvd_gradcomp.torch.comm.backend import Backend
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
+from hvd_gradcomp.torch.reduce.backend import Backend
 from tests.conftest import STANDS_IN
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -362,7 +362,7 @@ def test_the_seam_of_another_horovod_is_refused():
     pytest.importorskip("torch")
     from horovod.torch.optimizer import _DistributedOptimizer as Stock
 
-    from hvd_gradcomp.torch.optimizer import check_seam
+    from hvd_gradcomp.torch.drop_in.optimizer import check_seam
 
     check_seam(Stock)
     body = {name: value for name, value in vars(Stock).items() if name != "_register_hooks"}

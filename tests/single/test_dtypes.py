@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import hvd_gradcomp as gc
-from hvd_gradcomp.algorithms.local_steps import LocalSchedule, OuterSGD
-from hvd_gradcomp.core.handover import correction_of
-from hvd_gradcomp.torch.inspection import verify
-from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
-from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
+from hvd_gradcomp.algorithms.combined.local_steps import LocalSchedule, OuterSGD
+from hvd_gradcomp.method.handover import correction_of
+from hvd_gradcomp.torch.local.local_steps import LocalStepsOptimizer
+from hvd_gradcomp.torch.local.momentum_exchange import MomentumExchangeOptimizer
+from hvd_gradcomp.torch.monitoring.inspection import verify
 from tests.methods import BALANCED, GRADIVEQ, ONE_OF_EACH, ONE_OF_TODAY, PRODUCTS, ROBUST
 from tests.thread_ranks import run
 

@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from hvd_gradcomp.cli import main
-from hvd_gradcomp.torch import rendezvous
-from hvd_gradcomp.torch.rendezvous import LeaveNotice, Rendezvous, RendezvousError
+from hvd_gradcomp.torch.membership import rendezvous
+from hvd_gradcomp.torch.membership.rendezvous import LeaveNotice, Rendezvous, RendezvousError
 
 PATIENCE, TIMEOUT = 0.6, 3.0
 

@@ -15,9 +15,9 @@ from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.codecs.quantized import QuantizedCompressor
 from hvd_gradcomp.codecs.sparse import Residual
 from hvd_gradcomp.codecs.topk import TopKCompressor
-from hvd_gradcomp.core.compressor import Context, leaves
-from hvd_gradcomp.core.handover import residual_of
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Context, leaves
+from hvd_gradcomp.method.handover import residual_of
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World

@@ -24,10 +24,10 @@ from hvd_gradcomp import (
     partition,
 )
 from hvd_gradcomp.algorithms.gradiveq import projection
-from hvd_gradcomp.core.compressor import leaves
-from hvd_gradcomp.core.handover import residual_of
 from hvd_gradcomp.core.layers import Weight, convolves
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import leaves
+from hvd_gradcomp.method.handover import residual_of
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning import worth
@@ -528,7 +528,7 @@ def test_a_layer_is_a_convolution_by_what_it_belongs_to():
 
 @normalizes_weights
 def test_pytorch_knows_what_its_modules_are():
-    from hvd_gradcomp.torch.bucketing import layers_of
+    from hvd_gradcomp.torch.reduce.bucketing import layers_of
 
     class Odd(torch.nn.Module):
         def __init__(self):
@@ -563,7 +563,7 @@ def test_pytorch_knows_what_its_modules_are():
 
 def test_keras_knows_what_its_layers_are():
     keras = pytest.importorskip("keras", minversion="3")
-    from hvd_gradcomp.tensorflow.layers import named_layers
+    from hvd_gradcomp.tensorflow.interop.layers import named_layers
 
     class Folded(keras.layers.EinsumDense):
         pass

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import NoneCompressor, NonFiniteGradientError, PayloadError, StromCompressor
-from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import leaves
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.runtime import hierarchy
 from hvd_gradcomp.runtime.hierarchy import LaunchedRank

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from hvd_gradcomp import Compressor, NoneCompressor, after
-from hvd_gradcomp.algorithms.wrappers import MomentumAfter
-from hvd_gradcomp.core import patterns
-from hvd_gradcomp.core.compressor import Report
-from hvd_gradcomp.core.handover import Handover, correction_of, inherited, residual_of
+from hvd_gradcomp.algorithms.combined.wrappers import MomentumAfter
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.learned import owner_of, retrained
+from hvd_gradcomp.method import patterns
+from hvd_gradcomp.method.compressor import Report
+from hvd_gradcomp.method.handover import Handover, correction_of, inherited, residual_of
+from hvd_gradcomp.method.learned import owner_of, retrained
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps

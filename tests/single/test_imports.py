@@ -20,9 +20,9 @@ TENSORFLOW = ("tensorflow/", "ops/tensorflow/")
 
 # From the bottom up: a room imports only from itself and from those below it.
 FLOORS = (
-    "core, without ops",
-    "ops",
     "core",
+    "ops",
+    "method",
     "codecs",
     "algorithms",
     "monitoring",
@@ -35,22 +35,23 @@ FLOORS = (
     "tuning",
     "cli",
 )
-# What knows no tensor; `ops` is made of it.
-WITHOUT_OPS = {
-    f"core/{name}.py"
-    for name in (
-        "collectives",
-        "cost_model",
-        "installation",
-        "layers",
-        "layout",
-        "registry",
-        "row_groups",
-        "suggestions",
-        "validate",
-        "version",
-    )
+# The rooms of a frontend, likewise; "" is its public names.
+ROOMS = {
+    "torch": (
+        "interop",
+        "moments",
+        "comm",
+        "reduce",
+        "local",
+        "monitoring",
+        "hooks",
+        "membership",
+        "drop_in",
+        "",
+    ),
+    "tensorflow": ("interop", "comm", "reduce", "local", "", "keras"),
 }
+LARGEST = 20  # files in a folder
 TOP = {"__init__.py", "__main__.py", "testing.py"}
 
 
@@ -106,7 +107,7 @@ def everywhere(module: str) -> set[str]:
 
 def test_the_top_has_the_public_names_alone():
     assert {m for m in MODULES if "/" not in m} == TOP
-    assert {m.partition("/")[0] for m in MODULES if "/" in m} == set(FLOORS) - {"", FLOORS[0]}
+    assert {m.partition("/")[0] for m in MODULES if "/" in m} == set(FLOORS) - {""}
 
 
 @pytest.mark.skipif(sys.version_info < (3, 10), reason="needs sys.stdlib_module_names")
@@ -126,9 +127,9 @@ def test_only_frontends_import_frameworks(module):
         allowed = {"click", "rich", "tabulate"}
     elif module.startswith("torch/") or module == "tuning/measure.py":
         allowed = {"torch", "horovod"}
-        if module == "torch/broadcast_objects.py":
+        if module == "torch/comm/broadcast_objects.py":
             allowed.add("cloudpickle")  # by which Horovod broadcasts objects
-        if module == "torch/safetensors_file.py":
+        if module == "torch/interop/safetensors_file.py":
             allowed.add("safetensors")
     elif module.startswith("tensorflow/"):
         allowed = {"tensorflow", "horovod", "keras"}
@@ -140,14 +141,24 @@ def test_only_frontends_import_frameworks(module):
 @pytest.mark.parametrize("module", [m for m in MODULES if m != "__main__.py"])
 def test_imports_point_down(module):
     """For types too."""
-
-    def floor(of: str) -> int:
-        if of in WITHOUT_OPS:
-            return FLOORS.index("core, without ops")
-        return FLOORS.index(of.rpartition("/")[0].partition("/")[0])
-
+    parts = split(module)
     for target in targets(module, types=True):
-        assert floor(target) <= floor(module), f"{module} imports {target}, which lies above it"
+        of_target = split(target)
+        assert FLOORS.index(of_target[0]) <= FLOORS.index(parts[0]), f"{module} imports {target}"
+        rooms = ROOMS.get(parts[0])
+        if rooms and of_target[0] == parts[0]:
+            assert rooms.index(of_target[1]) <= rooms.index(parts[1]), f"{module} imports {target}"
+
+
+def split(module: str) -> tuple[str, str]:
+    """Folder of a module, and the folder in it; "" for none."""
+    folders = module.split("/")[:-1]
+    return (folders + ["", ""])[0], (folders + ["", ""])[1]
+
+
+def test_no_folder_has_too_many_files():
+    folders = [m.rpartition("/")[0] for m in MODULES if not m.endswith("__init__.py")]
+    assert not {folder for folder in folders if folders.count(folder) > LARGEST}
 
 
 def test_no_circles():

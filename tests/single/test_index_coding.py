@@ -22,9 +22,9 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.codecs.elias_fano import EliasFano
 from hvd_gradcomp.codecs.sparse import Payloads
-from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method import wire
+from hvd_gradcomp.method.compressor import Context
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World

@@ -17,12 +17,12 @@ from hvd_gradcomp import (
     ScaleComCompressor,
     SparseGDCompressor,
 )
-from hvd_gradcomp.algorithms.egc import entropy_of_layers
+from hvd_gradcomp.algorithms.sparse.egc import entropy_of_layers
 from hvd_gradcomp.codecs.indices import CODINGS, Words
 from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.codecs.topk import count_of
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.wire import pack_body
+from hvd_gradcomp.method.wire import pack_body
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World

@@ -24,8 +24,8 @@ from hvd_gradcomp import (
     robust,
 )
 from hvd_gradcomp.codecs.sparse import Payloads
-from hvd_gradcomp.core.handover import residual_of
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.handover import residual_of
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World

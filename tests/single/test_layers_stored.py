@@ -22,10 +22,10 @@ from hvd_gradcomp import (
     StromCompressor,
     VarianceCompressor,
 )
-from hvd_gradcomp.algorithms.wrappers import MomentumAfter, after
-from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.handover import residual_of
+from hvd_gradcomp.algorithms.combined.wrappers import MomentumAfter, after
 from hvd_gradcomp.core.layout import Layout, outputs_first
+from hvd_gradcomp.method import wire
+from hvd_gradcomp.method.handover import residual_of
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign, plan

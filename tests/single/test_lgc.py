@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import LGCCompressor, NonFiniteGradientError, PayloadError, partition
+from hvd_gradcomp.algorithms.combined.wrappers import After
 from hvd_gradcomp.algorithms.lgc import vectors
 from hvd_gradcomp.algorithms.lgc.server import Server
-from hvd_gradcomp.algorithms.wrappers import After
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.core.collectives import Gather
-from hvd_gradcomp.core.compressor import leaves
-from hvd_gradcomp.core.handover import residual_of
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.patterns import draw_number
+from hvd_gradcomp.method.compressor import leaves
+from hvd_gradcomp.method.handover import residual_of
+from hvd_gradcomp.method.patterns import draw_number
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign, plan

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from hvd_gradcomp.algorithms.local_steps import LocalSchedule
+from hvd_gradcomp.algorithms.combined.local_steps import LocalSchedule
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.errors import OutOfStepError

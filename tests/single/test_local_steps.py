@@ -14,15 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import hvd_gradcomp as gc
-from hvd_gradcomp.algorithms.local_steps import AVERAGING, DILOCO, LocalSchedule, OuterSGD, cut
+from hvd_gradcomp.algorithms.combined.local_steps import (
+    AVERAGING,
+    DILOCO,
+    LocalSchedule,
+    OuterSGD,
+    cut,
+)
 from hvd_gradcomp.checkpoint.schema import CheckpointError
-from hvd_gradcomp.core.compressor import leaves
-from hvd_gradcomp.core.handover import residual_of
+from hvd_gradcomp.method.compressor import leaves
+from hvd_gradcomp.method.handover import residual_of
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.runtime.errors import OutOfStepError
-from hvd_gradcomp.torch.inspection import compression_stats, describe, verify
-from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
+from hvd_gradcomp.torch.local.local_steps import LocalStepsOptimizer
+from hvd_gradcomp.torch.monitoring.inspection import compression_stats, describe, verify
 from tests.oracles import local_steps as oracle
 from tests.single.older import scales_on_cpus
 from tests.thread_ranks import run

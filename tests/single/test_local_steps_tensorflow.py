@@ -15,9 +15,9 @@ from tests.single.older import skip_without_keras_3
 skip_without_keras_3()
 import hvd_gradcomp.tensorflow as hvd  # noqa: E402
 import hvd_gradcomp.tensorflow.keras as hvd_keras  # noqa: E402
-from hvd_gradcomp.algorithms.local_steps import DILOCO, LocalSchedule, cut  # noqa: E402
-from hvd_gradcomp.core.compressor import leaves  # noqa: E402
-from hvd_gradcomp.tensorflow.reducer import require_one_replica  # noqa: E402
+from hvd_gradcomp.algorithms.combined.local_steps import DILOCO, LocalSchedule, cut  # noqa: E402
+from hvd_gradcomp.method.compressor import leaves  # noqa: E402
+from hvd_gradcomp.tensorflow.reduce.reducer import require_one_replica  # noqa: E402
 from tests.methods import ONE_OF_EACH, ONE_OF_TODAY  # noqa: E402
 from tests.oracles import local_steps as oracle  # noqa: E402
 

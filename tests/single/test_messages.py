@@ -19,7 +19,7 @@ from hvd_gradcomp import (
     partition,
     role,
 )
-from hvd_gradcomp.algorithms.wrappers import take_over
+from hvd_gradcomp.algorithms.combined.wrappers import take_over
 from hvd_gradcomp.checkpoint.schema import CheckpointError, check_exchange
 from hvd_gradcomp.checkpoint.schema import describe as describe_exchange
 from hvd_gradcomp.core.layout import Layout
@@ -87,7 +87,7 @@ def test_moments_are_refused_where_indexing_is_not_seen(version, monkeypatch):
 def test_a_graph_for_sessions_is_refused():
     """Nothing would initialize what a reducer keeps there."""
     tf = pytest.importorskip("tensorflow")
-    reducers = pytest.importorskip("hvd_gradcomp.tensorflow.reducers")
-    options = pytest.importorskip("hvd_gradcomp.tensorflow.options").ExchangeOptions()
+    reducers = pytest.importorskip("hvd_gradcomp.tensorflow.reduce.registry")
+    options = pytest.importorskip("hvd_gradcomp.tensorflow.reduce.options").ExchangeOptions()
     with tf.Graph().as_default(), pytest.raises(RuntimeError, match=r"^gradients .*tf\.function"):
         reducers.reducer_for([tf.constant(1.0)], NoneCompressor(), options)

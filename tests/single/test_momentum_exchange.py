@@ -11,8 +11,8 @@ import torch
 import hvd_gradcomp as gc
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.runtime.config_check import MismatchError
-from hvd_gradcomp.torch.inspection import compression_stats, describe, verify
-from hvd_gradcomp.torch.momentum_exchange import MomentumExchangeOptimizer
+from hvd_gradcomp.torch.local.momentum_exchange import MomentumExchangeOptimizer
+from hvd_gradcomp.torch.monitoring.inspection import compression_stats, describe, verify
 from tests.oracles import one_bit_adam as oracle
 from tests.single.older import scales_on_cpus
 from tests.single.test_local_steps import SIZE, START, Net, flat, gradient

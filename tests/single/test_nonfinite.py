@@ -11,8 +11,8 @@ import tensorflow as tf
 import torch
 
 from hvd_gradcomp import DGCCompressor, NonFiniteGradientError, VarianceCompressor
-from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import leaves
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World

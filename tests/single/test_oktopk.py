@@ -14,8 +14,8 @@ from hvd_gradcomp import NonFiniteGradientError, OkTopKCompressor, SparseGDCompr
 from hvd_gradcomp.codecs.owners import KNOTS, cuts_of
 from hvd_gradcomp.codecs.values import VALUES
 from hvd_gradcomp.core.collectives import Allreduce, Alltoall
-from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import leaves
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
 from tests.oracles import today

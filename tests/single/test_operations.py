@@ -19,10 +19,10 @@ from hvd_gradcomp import cli
 from hvd_gradcomp.cli import doctor
 from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.codecs.threshold import ThresholdCompressor
-from hvd_gradcomp.core.capacity import PATIENCE, CapacitySchedule, CapacityState
-from hvd_gradcomp.core.compressor import leaves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.core.row_groups import RowGroup, RowGroups
+from hvd_gradcomp.method.capacity import PATIENCE, CapacitySchedule, CapacityState
+from hvd_gradcomp.method.compressor import leaves
 from hvd_gradcomp.ops import PayloadError, building
 from hvd_gradcomp.ops.interface.header import Field
 from hvd_gradcomp.ops.kernel_params import CapacityLevel, Form

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hvd_gradcomp import DGCCompressor, EGCCompressor, SparseGDCompressor, after, partition
-from hvd_gradcomp.core.handover import correction_of
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.handover import correction_of
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
 from hvd_gradcomp.testing import World

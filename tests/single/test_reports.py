@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from hvd_gradcomp import JSONLines, SparseGDCompressor, StromCompressor, TensorBoard, after
-from hvd_gradcomp.core.capacity import CapacitySchedule
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.capacity import CapacitySchedule
 from hvd_gradcomp.monitoring import reports
 from hvd_gradcomp.monitoring.reports import StatsWriter, Writer, scalars, summary
 from hvd_gradcomp.monitoring.stats import TOTAL, CompressionStats, combined

@@ -28,8 +28,8 @@ from hvd_gradcomp import (
     partition,
     robust,
 )
-from hvd_gradcomp.core.handover import residual_of
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.handover import residual_of
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign
 from hvd_gradcomp.planning.description import describe

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from hvd_gradcomp import ChunkedTopKCompressor, NoneCompressor
-from hvd_gradcomp.algorithms.local_steps import LocalSchedule, OuterSGD
-from hvd_gradcomp.core.handover import residual_of
+from hvd_gradcomp.algorithms.combined.local_steps import LocalSchedule, OuterSGD
+from hvd_gradcomp.method.handover import residual_of
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.round_clock import RoundClock
 from hvd_gradcomp.torch import ddp
-from hvd_gradcomp.torch.local_steps import LocalStepsOptimizer
+from hvd_gradcomp.torch.local.local_steps import LocalStepsOptimizer
 from tests.thread_ranks import run
 
 SIZE = 96

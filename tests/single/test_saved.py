@@ -13,8 +13,8 @@ import torch
 
 from hvd_gradcomp.runtime import typed_json
 from hvd_gradcomp.runtime.typed_json import MessageError
-from hvd_gradcomp.torch import safetensors_file
-from hvd_gradcomp.torch.checkpoint import make_rollback
+from hvd_gradcomp.torch.drop_in.checkpoint import make_rollback
+from hvd_gradcomp.torch.interop import safetensors_file
 
 
 class Hostile:

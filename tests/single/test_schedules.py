@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_gradcomp.algorithms.schedule import EGCCorrection
+from hvd_gradcomp.algorithms.combined.schedule import EGCCorrection
 from hvd_gradcomp.torch import EGCScheduler
 from tests.single.older import skip_without_keras_3
 

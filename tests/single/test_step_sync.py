@@ -10,7 +10,7 @@ from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.step_header import Kind, StepHeader
 
 pytest.importorskip("torch")
-step_sync = pytest.importorskip("hvd_gradcomp.torch.step_sync")
+step_sync = pytest.importorskip("hvd_gradcomp.torch.reduce.step_sync")
 ABSENT = StepHeader(Kind.ABSENT)
 LAYERS = 4
 NAMES = [f"layer{i}" for i in range(LAYERS)]

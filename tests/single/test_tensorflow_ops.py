@@ -9,8 +9,8 @@ import torch
 
 from hvd_gradcomp import EGCCompressor, HybridCompressor, PayloadError, VarianceCompressor
 from hvd_gradcomp.codecs.sparse import Payloads
-from hvd_gradcomp.core.compressor import leaves, with_leaves
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import leaves, with_leaves
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World

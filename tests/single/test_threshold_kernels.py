@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
-from hvd_gradcomp.algorithms.variance import Ambiguity
+from hvd_gradcomp.algorithms.threshold.variance import Ambiguity
 from hvd_gradcomp.codecs.quantizers import PowerOfTwo, Sign
 from hvd_gradcomp.codecs.sparse import Payloads, Residual
 from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.core.collectives import Allgather
-from hvd_gradcomp.core.wire import HEADER_BYTES
+from hvd_gradcomp.method.wire import HEADER_BYTES
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError, building
 from hvd_gradcomp.ops.kernel_params import CapacityLevel, Rule
 from hvd_gradcomp.ops.torch import blocks, kernels

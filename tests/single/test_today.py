@@ -29,8 +29,8 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.codecs.elias_fano import EliasFano
 from hvd_gradcomp.codecs.values import VALUES, Stretch, ValueGroups
-from hvd_gradcomp.core.compressor import Context, leaves
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Context, leaves
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.runtime.program_runner import ProgramRunner
 from hvd_gradcomp.testing import World

@@ -18,7 +18,7 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.core.collectives import Allgather, Broadcast
-from hvd_gradcomp.core.wire import HEADER_BYTES
+from hvd_gradcomp.method.wire import HEADER_BYTES
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.testing import World
 from tests.kernels import NATIVE, TorchOps, assert_alike, layout_of, reference_ops, threads, torch

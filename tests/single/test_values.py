@@ -26,8 +26,8 @@ from hvd_gradcomp import (
     partition,
 )
 from hvd_gradcomp.codecs.values import MOST_IN_GROUP, VALUES, Stretch, ValueGroups
-from hvd_gradcomp.core.handover import correction_of, residual_of
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.handover import correction_of, residual_of
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import plan
 from hvd_gradcomp.testing import World

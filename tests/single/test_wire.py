@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_gradcomp import PayloadError, StromCompressor, VarianceCompressor
-from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method import wire
 from hvd_gradcomp.ops.tensorflow import TensorFlowOps
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
@@ -109,7 +109,7 @@ def test_other_hyper_parameters_on_one_rank():
 def test_a_graph_stops_before_anything_is_assigned():
     import tensorflow as tf
 
-    from hvd_gradcomp.core.compressor import Context
+    from hvd_gradcomp.method.compressor import Context
 
     compressor, ops = VarianceCompressor(alpha=0.5), TensorFlowOps()
     state = compressor.init(ops, LAYOUT)

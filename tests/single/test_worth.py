@@ -24,11 +24,11 @@ from hvd_gradcomp import (
     partition,
     robust,
 )
-from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.collectives import Allreduce, Alltoall, Broadcast
 from hvd_gradcomp.core.cost_model import dense_exchange, volume
-from hvd_gradcomp.core.handover import takes_momentum
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method import wire
+from hvd_gradcomp.method.handover import takes_momentum
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning import worth
 from hvd_gradcomp.planning.assignment import plan

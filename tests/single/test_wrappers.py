@@ -21,9 +21,9 @@ from hvd_gradcomp import (
     role,
     smaller,
 )
-from hvd_gradcomp.algorithms.wrappers import MomentumAfter, take_over
-from hvd_gradcomp.core.handover import residual_of
+from hvd_gradcomp.algorithms.combined.wrappers import MomentumAfter, take_over
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.handover import residual_of
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign, plan, traits_of
 from hvd_gradcomp.planning.description import describe

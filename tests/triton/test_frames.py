@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.compressor import Context
-from hvd_gradcomp.core.patterns import reduction_spec, weights_of
+from hvd_gradcomp.method import wire
+from hvd_gradcomp.method.compressor import Context
+from hvd_gradcomp.method.patterns import reduction_spec, weights_of
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from tests.kernels import layout_of
 from tests.triton.gradients import assert_left_clean, on

@@ -22,9 +22,9 @@ from hvd_gradcomp.codecs.quantized import Accumulator, QuantizedCompressor
 from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.codecs.topk import TopKCompressor
-from hvd_gradcomp.core import patterns, wire
-from hvd_gradcomp.core.compressor import Context, leaves
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method import patterns, wire
+from hvd_gradcomp.method.compressor import Context, leaves
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from tests.methods import encode_step
 from tests.triton.gradients import on

@@ -16,7 +16,7 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.core.collectives import Allgather
-from hvd_gradcomp.core.wire import HEADER_BYTES
+from hvd_gradcomp.method.wire import HEADER_BYTES
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from tests.kernels import layout_of
 from tests.methods import LARGEST, encode_step

@@ -9,8 +9,8 @@ import torch
 import triton
 
 from benchmarks.traffic import METHODS, WithoutData
-from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Context
 from hvd_gradcomp.ops.torch import TorchOps, base
 from hvd_gradcomp.ops.triton import common
 from tests.triton.gradients import on

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from hvd_gradcomp import HybridCompressor, StromCompressor, VarianceCompressor
 from hvd_gradcomp.codecs.elias_fano import EliasFano
 from hvd_gradcomp.codecs.sparse import Payloads
-from hvd_gradcomp.core import wire
 from hvd_gradcomp.core.collectives import Allgather
-from hvd_gradcomp.core.compressor import Context
-from hvd_gradcomp.core.patterns import header_of, weights_of
-from hvd_gradcomp.core.wire import HEADER_BYTES
+from hvd_gradcomp.method import wire
+from hvd_gradcomp.method.compressor import Context
+from hvd_gradcomp.method.patterns import header_of, weights_of
+from hvd_gradcomp.method.wire import HEADER_BYTES
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 from tests.kernels import layout_of

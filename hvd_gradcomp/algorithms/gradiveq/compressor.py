@@ -7,24 +7,25 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from hvd_gradcomp.algorithms.combined.wrappers import part
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.algorithms.gradiveq import basis, projection, stock
 from hvd_gradcomp.algorithms.gradiveq.slices import Slicing, sizes_of
 from hvd_gradcomp.algorithms.gradiveq.state import GradiVeQState
-from hvd_gradcomp.algorithms.qsgd import QSGDCompressor
-from hvd_gradcomp.algorithms.wrappers import part
+from hvd_gradcomp.algorithms.quantized.qsgd import QSGDCompressor
 from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.codecs.quantized import Keeping, LevelsCompressor
 from hvd_gradcomp.codecs.sparse import Residual
-from hvd_gradcomp.core import patterns, validate
+from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.collectives import Allreduce, Switch
-from hvd_gradcomp.core.composite import Composite
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report
 from hvd_gradcomp.core.cost_model import Course
-from hvd_gradcomp.core.handover import Handover, correction_of
 from hvd_gradcomp.core.layers import Layer, convolves
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method import patterns
+from hvd_gradcomp.method.composite import Composite
+from hvd_gradcomp.method.compressor import Compressor, Context, Program, Report
+from hvd_gradcomp.method.handover import Handover, correction_of
 from hvd_gradcomp.ops import Ops, Tensor, ops_of
 
 _DEFAULT_LOSS = 0.01

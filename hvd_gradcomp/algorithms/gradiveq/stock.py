@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from hvd_gradcomp.algorithms.gradiveq import basis, projection
 from hvd_gradcomp.algorithms.gradiveq.slices import Slicing
 from hvd_gradcomp.algorithms.gradiveq.state import GradiVeQState
-from hvd_gradcomp.core.compressor import Context
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method.compressor import Context
 from hvd_gradcomp.ops import Tensor, ops_of
 
 

@@ -9,28 +9,29 @@ from functools import cached_property
 from math import inf, prod
 from typing import Any
 
+from hvd_gradcomp.algorithms.combined.wrappers import after
 from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.algorithms.dgc import DGCCompressor
 from hvd_gradcomp.algorithms.lgc.ring import Ring
 from hvd_gradcomp.algorithms.lgc.server import Server
 from hvd_gradcomp.algorithms.lgc.state import SAMPLED, LGCState
 from hvd_gradcomp.algorithms.lgc.training import Trainer
 from hvd_gradcomp.algorithms.lgc.vectors import Selection, Units
-from hvd_gradcomp.algorithms.wrappers import after
+from hvd_gradcomp.algorithms.sparse.dgc import DGCCompressor
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.codecs.indices import CODINGS
 from hvd_gradcomp.codecs.momentum import validate_momentum
 from hvd_gradcomp.codecs.topk import count_of
 from hvd_gradcomp.codecs.values import VALUES
-from hvd_gradcomp.core import patterns, validate, wire
+from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.collectives import Allreduce, Switch
-from hvd_gradcomp.core.compressor import Compressor, Context, Program, Report, derived
 from hvd_gradcomp.core.cost_model import Course
-from hvd_gradcomp.core.handover import Correction, Handover
 from hvd_gradcomp.core.layers import Layer, traits_of
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.core.learned import Learned
+from hvd_gradcomp.method import patterns, wire
+from hvd_gradcomp.method.compressor import Compressor, Context, Program, Report, derived
+from hvd_gradcomp.method.handover import Correction, Handover
+from hvd_gradcomp.method.learned import Learned
 from hvd_gradcomp.ops import Ops, Tensor
 
 PATTERNS = ("ring_allreduce", "parameter_server")

@@ -9,10 +9,10 @@ from typing import Any
 from hvd_gradcomp.algorithms.lgc import training, vectors
 from hvd_gradcomp.algorithms.lgc.state import SAMPLED, LGCState
 from hvd_gradcomp.codecs import autoencoder
-from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.collectives import Allgather, Allreduce, Broadcast
-from hvd_gradcomp.core.compressor import Compressor, Context, Program
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method import patterns, wire
+from hvd_gradcomp.method.compressor import Compressor, Context, Program
 from hvd_gradcomp.ops import Ops, Tensor
 
 

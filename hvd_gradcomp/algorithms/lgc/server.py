@@ -11,10 +11,10 @@ from hvd_gradcomp.algorithms.lgc.state import SAMPLED, LGCState
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.sparse import Payloads
 from hvd_gradcomp.codecs.topk import BodySpec, count_of
-from hvd_gradcomp.core import patterns, wire
 from hvd_gradcomp.core.collectives import Allgather, Broadcast, Gather
-from hvd_gradcomp.core.compressor import Compressor, Context, Program
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method import patterns, wire
+from hvd_gradcomp.method.compressor import Compressor, Context, Program
 from hvd_gradcomp.ops import NonFiniteGradientError, Ops, PayloadError, Tensor
 from hvd_gradcomp.ops.kernel_params import CapacityLevel
 

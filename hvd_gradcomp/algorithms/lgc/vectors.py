@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hvd_gradcomp.algorithms.dgc import DGCCompressor
 from hvd_gradcomp.algorithms.lgc.state import LGCState
+from hvd_gradcomp.algorithms.sparse.dgc import DGCCompressor
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.codecs.indices import IndexCoding
 from hvd_gradcomp.codecs.sparse import Memory
 from hvd_gradcomp.codecs.topk_select import largest
-from hvd_gradcomp.core import patterns, wire
-from hvd_gradcomp.core.compressor import Compressor, Context
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method import patterns, wire
+from hvd_gradcomp.method.compressor import Compressor, Context
 from hvd_gradcomp.ops import Ops, Tensor
 from hvd_gradcomp.ops.interface.bitpack import GROUP
 from hvd_gradcomp.ops.kernel_params import Form

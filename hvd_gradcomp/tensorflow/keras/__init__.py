@@ -34,6 +34,7 @@ from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
 from hvd_gradcomp.tensorflow.checkpoint import load_checkpoint, save_checkpoint
+from hvd_gradcomp.tensorflow.comm.stall_inspector import DeadlockError, init, shutdown
 from hvd_gradcomp.tensorflow.datasets import even_batches
 from hvd_gradcomp.tensorflow.keras import callbacks, elastic
 from hvd_gradcomp.tensorflow.keras.fit_patch import translate as _translate
@@ -45,7 +46,6 @@ from hvd_gradcomp.tensorflow.keras.optimizer import (
     load_model,
 )
 from hvd_gradcomp.tensorflow.probing import Probe
-from hvd_gradcomp.tensorflow.stall_inspector import DeadlockError, init, shutdown
 from hvd_gradcomp.tensorflow.stats import compression_stats, describe, discard_step, retrain, verify
 from hvd_gradcomp.tensorflow.stats_writer import StatsWriter
 from hvd_gradcomp.tensorflow.uneven_inputs import join

@@ -7,10 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvd_gradcomp.algorithms.variance import weight_of_passes
-from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.tensorflow.options import ExchangeOptions
-from hvd_gradcomp.tensorflow.reducer import LOGGER
+from hvd_gradcomp.algorithms.threshold.variance import weight_of_passes
+from hvd_gradcomp.method.compressor import Compressor
+from hvd_gradcomp.tensorflow.reduce.options import ExchangeOptions
+from hvd_gradcomp.tensorflow.reduce.reducer import LOGGER
 
 
 class GradientAccumulation:

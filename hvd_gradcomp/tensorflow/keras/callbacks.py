@@ -9,19 +9,19 @@ import horovod.tensorflow as horovod
 import keras
 import tensorflow as tf
 
-from hvd_gradcomp.algorithms.schedule import EGCCorrection
+from hvd_gradcomp.algorithms.combined.schedule import EGCCorrection
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
-from hvd_gradcomp.tensorflow.comm import gather_objects, takes_part
+from hvd_gradcomp.tensorflow.comm.horovod import gather_objects, takes_part
+from hvd_gradcomp.tensorflow.interop.variables import plain_variable
 from hvd_gradcomp.tensorflow.keras.local_steps import LocalSteps as LocalSteps
 from hvd_gradcomp.tensorflow.keras.local_steps import callback_of
 from hvd_gradcomp.tensorflow.keras.optimizer import refusal
 from hvd_gradcomp.tensorflow.keras.probing import ProbeCallback as ProbeCallback
 from hvd_gradcomp.tensorflow.keras.stats_writer import StatsWriter as StatsWriter
-from hvd_gradcomp.tensorflow.reducer import LOGGER, living
-from hvd_gradcomp.tensorflow.reducers import optimizer_of, reducer_in
+from hvd_gradcomp.tensorflow.reduce.reducer import LOGGER, living
+from hvd_gradcomp.tensorflow.reduce.registry import optimizer_of, reducer_in
 from hvd_gradcomp.tensorflow.stats import verify
-from hvd_gradcomp.tensorflow.variables import plain_variable
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -379,7 +379,7 @@ class EGCLearningRate(keras.callbacks.Callback):
 
     Kuang et al. 2019, section IV.B. After `patience` consecutive epochs without a new minimum,
     `lr = max(lr / (1 + t * epoch), min_lr)`. For details, and for the differences between the
-    paper's text and its Algorithm 2, see `hvd_gradcomp.algorithms.schedule.EGCCorrection`.
+    paper's text and its Algorithm 2, see `hvd_gradcomp.algorithms.combined.schedule.EGCCorrection`.
 
     Works with every Keras optimizer, distributed or not. If there are several ranks, each of them
     has this callback and the mean of their values counts, so rates stay equal; a

@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 
+from hvd_gradcomp.tensorflow.comm.stall_inspector import translated
 from hvd_gradcomp.tensorflow.keras.local_steps import end_fit
 from hvd_gradcomp.tensorflow.keras.optimizer import refusal
-from hvd_gradcomp.tensorflow.reducers import optimizer_of
-from hvd_gradcomp.tensorflow.stall_inspector import translated
+from hvd_gradcomp.tensorflow.reduce.registry import optimizer_of
 
 _STOCK = keras.Model.fit
 

@@ -11,15 +11,15 @@ import horovod.tensorflow as horovod
 import keras
 import tensorflow as tf
 
-from hvd_gradcomp.algorithms.local_steps import AVERAGING, LocalSchedule, OuterSGD
+from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, LocalSchedule, OuterSGD
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.tensorflow import local_steps
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
-from hvd_gradcomp.tensorflow.comm import gather_objects, takes_part
-from hvd_gradcomp.tensorflow.moving_averages import averages_of
-from hvd_gradcomp.tensorflow.reducer import LOGGER
-from hvd_gradcomp.tensorflow.reducers import exchanges_in, optimizer_of
-from hvd_gradcomp.tensorflow.variables import plain_variable
+from hvd_gradcomp.tensorflow.comm.horovod import gather_objects, takes_part
+from hvd_gradcomp.tensorflow.interop.moving_averages import averages_of
+from hvd_gradcomp.tensorflow.interop.variables import plain_variable
+from hvd_gradcomp.tensorflow.reduce.reducer import LOGGER
+from hvd_gradcomp.tensorflow.reduce.registry import exchanges_in, optimizer_of
 
 
 class LocalSteps(keras.callbacks.Callback):

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from hvd_gradcomp.tensorflow.variables import keep_own, plain_variable
+from hvd_gradcomp.tensorflow.interop.variables import keep_own, plain_variable
 
 
 def places_of(optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> list[int]:

@@ -27,7 +27,7 @@ import tensorflow as tf
 from keras import layers
 
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.tensorflow.reducers import distributed_in
+from hvd_gradcomp.tensorflow.reduce.registry import distributed_in
 
 
 class LayerUse(NamedTuple):

@@ -1,7 +1,7 @@
 """`MomentumExchange` for Keras 3: Adam whose momentum is exchanged compressed, not its gradients.
 
-1-bit Adam (Tang et al. 2021) with any compressor; see `hvd_gradcomp.torch.momentum_exchange` for
-the method. Here it is a distributed optimizer with the compressor `after(warmup_steps, None,
+1-bit Adam (Tang et al. 2021) with any compressor; see `hvd_gradcomp.torch.local.momentum_exchange`
+for the method. Here it is a distributed optimizer with the compressor `after(warmup_steps, None,
 compression)`. What goes into the exchange is the gradient in the first phase, and afterwards the
 momentum with this rank's gradient in it. The first phase keeps nothing back, so nothing in units of
 gradients reaches the second. Both sides of the exchange tell the phase by the count of exchanges,
@@ -19,16 +19,16 @@ import horovod.tensorflow as horovod
 import keras
 import tensorflow as tf
 
-from hvd_gradcomp.algorithms.wrappers import after
+from hvd_gradcomp.algorithms.combined.wrappers import after
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.core.handover import correction_of
+from hvd_gradcomp.method.compressor import Compressor
+from hvd_gradcomp.method.handover import correction_of
 from hvd_gradcomp.planning.assignment import Partition
-from hvd_gradcomp.tensorflow.comm import takes_part
+from hvd_gradcomp.tensorflow.comm.horovod import takes_part
 from hvd_gradcomp.tensorflow.keras.local_variables import places_of
 from hvd_gradcomp.tensorflow.keras.optimizer import DistributedOptimizerMixin
-from hvd_gradcomp.tensorflow.options import ExchangeOptions
-from hvd_gradcomp.tensorflow.reducers import exchanges_in, reducer_of
+from hvd_gradcomp.tensorflow.reduce.options import ExchangeOptions
+from hvd_gradcomp.tensorflow.reduce.registry import exchanges_in, reducer_of
 
 _CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
 

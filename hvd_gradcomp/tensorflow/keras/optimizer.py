@@ -23,17 +23,17 @@ import keras
 import tensorflow as tf
 from keras.optimizers import LossScaleOptimizer
 
+from hvd_gradcomp.algorithms.combined.wrappers import take_over
 from hvd_gradcomp.algorithms.dense import NoneCompressor
-from hvd_gradcomp.algorithms.wrappers import take_over
 from hvd_gradcomp.core import validate
-from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.tensorflow.comm import takes_part
+from hvd_gradcomp.method.compressor import Compressor
+from hvd_gradcomp.tensorflow.comm.horovod import takes_part
 from hvd_gradcomp.tensorflow.keras import loss_scale, serialization
 from hvd_gradcomp.tensorflow.keras.local_variables import local_places, places_of
 from hvd_gradcomp.tensorflow.keras.step_exchange import StepExchange
-from hvd_gradcomp.tensorflow.options import ExchangeOptions
-from hvd_gradcomp.tensorflow.reducer import LOGGER, TITLES, GraphReducer, require_one_replica
-from hvd_gradcomp.tensorflow.reducers import distributed_in, exchanges_in
+from hvd_gradcomp.tensorflow.reduce.options import ExchangeOptions
+from hvd_gradcomp.tensorflow.reduce.reducer import LOGGER, TITLES, GraphReducer, require_one_replica
+from hvd_gradcomp.tensorflow.reduce.registry import distributed_in, exchanges_in
 from hvd_gradcomp.tensorflow.tape import layers_in, variables_of
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvd_gradcomp.tensorflow.interop.variables import plain_variable
 from hvd_gradcomp.tensorflow.probing import Probe
-from hvd_gradcomp.tensorflow.variables import plain_variable
 
 
 class ProbeCallback(keras.callbacks.Callback):

@@ -13,10 +13,10 @@ import horovod.tensorflow as horovod
 import keras
 
 from hvd_gradcomp import __version__
-from hvd_gradcomp.core.compressor import Compressor
+from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.planning import configuration
-from hvd_gradcomp.tensorflow.options import ExchangeOptions
-from hvd_gradcomp.tensorflow.reducer import LOGGER
+from hvd_gradcomp.tensorflow.reduce.options import ExchangeOptions
+from hvd_gradcomp.tensorflow.reduce.reducer import LOGGER
 
 _OPS = {"Average": horovod.Average, "Sum": horovod.Sum}
 _MARK = "hvd_gradcomp"

@@ -11,10 +11,10 @@ import keras
 
 from hvd_gradcomp.monitoring.reports import Writer
 from hvd_gradcomp.tensorflow import stats_writer
-from hvd_gradcomp.tensorflow.comm import takes_part
+from hvd_gradcomp.tensorflow.comm.horovod import takes_part
 from hvd_gradcomp.tensorflow.keras.local_steps import callback_of
 from hvd_gradcomp.tensorflow.keras.optimizer import refusal
-from hvd_gradcomp.tensorflow.reducers import distributed_in, optimizer_of, reducer_of
+from hvd_gradcomp.tensorflow.reduce.registry import distributed_in, optimizer_of, reducer_of
 
 
 class StatsWriter(keras.callbacks.Callback):

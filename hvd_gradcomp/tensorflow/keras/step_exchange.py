@@ -8,17 +8,17 @@ from typing import Any
 import horovod.tensorflow as horovod
 import tensorflow as tf
 
-from hvd_gradcomp.core.compressor import Compressor
 from hvd_gradcomp.core.layers import tables_of
-from hvd_gradcomp.tensorflow import checksums
-from hvd_gradcomp.tensorflow.buckets import MakeVariable
-from hvd_gradcomp.tensorflow.gradients import poisoned, times
+from hvd_gradcomp.method.compressor import Compressor
+from hvd_gradcomp.tensorflow.interop.layers import named_layers
+from hvd_gradcomp.tensorflow.interop.variables import keep_local
 from hvd_gradcomp.tensorflow.keras.accumulation import GradientAccumulation, MomentSource
-from hvd_gradcomp.tensorflow.layers import named_layers
-from hvd_gradcomp.tensorflow.options import ExchangeOptions
-from hvd_gradcomp.tensorflow.reducer import LOGGER, GraphReducer
-from hvd_gradcomp.tensorflow.rivals import RivalExchanges
-from hvd_gradcomp.tensorflow.variables import keep_local
+from hvd_gradcomp.tensorflow.reduce import checksums
+from hvd_gradcomp.tensorflow.reduce.buckets import MakeVariable
+from hvd_gradcomp.tensorflow.reduce.gradients import poisoned, times
+from hvd_gradcomp.tensorflow.reduce.options import ExchangeOptions
+from hvd_gradcomp.tensorflow.reduce.reducer import LOGGER, GraphReducer
+from hvd_gradcomp.tensorflow.reduce.rivals import RivalExchanges
 
 
 class StepExchange:

@@ -1,8 +1,15 @@
-"""Parts of `LocalSteps` on PyTorch; `runtime/local_rounds.py` runs the rounds with them.
+"""Steps of each rank alone, and exchanges of tensors between them.
 
-fragment     parameters that are exchanged together, and their global copies
-outer        the optimizer over the global parameters
-averaging    dense means over ranks, of buffers and of gradients in the warm-up
-ranks        the comparison of ranks before an exchange
-max_norm     embeddings that a forward changes
+local_steps         `LocalSteps`; `runtime/local_rounds.py` runs its rounds
+momentum_exchange   `MomentumExchange`
+wrapped_optimizer   base of both
+wrapped_c10d        both over `torch.distributed`
+tensor_exchange     an exchange of tensors that are no gradients
+fragment            parameters that are exchanged together, and their global copies
+outer               the optimizer over the global parameters
+averaging, warmup   dense means over ranks: of buffers, and of gradients in the warm-up
+ranks               the comparison of ranks before an exchange
+round_clock         numbers of steps that ranks submit without waiting
+fixed_variance      Adam's second moment, kept
+max_norm            embeddings that a forward changes
 """

@@ -10,8 +10,8 @@ from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.runtime.local_rounds import DenseMeans
 from hvd_gradcomp.torch.local.fragment import Connect
 from hvd_gradcomp.torch.local.outer import wide
-from hvd_gradcomp.torch.options import ExchangeOptions
-from hvd_gradcomp.torch.tensor_exchange import TensorExchange
+from hvd_gradcomp.torch.local.tensor_exchange import TensorExchange
+from hvd_gradcomp.torch.reduce.options import ExchangeOptions
 
 
 def mean_exchange(

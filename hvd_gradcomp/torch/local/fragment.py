@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from hvd_gradcomp.algorithms.local_steps import cut
+from hvd_gradcomp.algorithms.combined.local_steps import cut
 from hvd_gradcomp.runtime.local_rounds import Fragment
-from hvd_gradcomp.torch.bucket import Named, as_real
 from hvd_gradcomp.torch.local.max_norm import Table, shortened, tables_of, was_shortened
 from hvd_gradcomp.torch.local.outer import OuterOptimizer
-from hvd_gradcomp.torch.options import ExchangeOptions
-from hvd_gradcomp.torch.reducer import sum_of_bits
-from hvd_gradcomp.torch.tensor_exchange import Connection, TensorExchange
+from hvd_gradcomp.torch.local.tensor_exchange import Connection, TensorExchange
+from hvd_gradcomp.torch.reduce.bucket import Named, as_real
+from hvd_gradcomp.torch.reduce.options import ExchangeOptions
+from hvd_gradcomp.torch.reduce.reducer import sum_of_bits
 
 _PRIME = 2**31 - 1
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hvd_gradcomp.torch.owners import owners_of
+from hvd_gradcomp.torch.interop.owners import owners_of
 
 Table = Any  # an nn.Embedding or nn.EmbeddingBag
 _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)

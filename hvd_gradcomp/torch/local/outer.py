@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from hvd_gradcomp.algorithms.local_steps import OuterSGD
-from hvd_gradcomp.core.compressor import Compressor
-from hvd_gradcomp.torch.momentum import MomentumTransfer, resolve_compressor
+from hvd_gradcomp.algorithms.combined.local_steps import OuterSGD
+from hvd_gradcomp.method.compressor import Compressor
+from hvd_gradcomp.torch.reduce.momentum import MomentumTransfer, resolve_compressor
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # dtypes of global copies
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hvd_gradcomp.torch.tensor_exchange import RankSync
-from hvd_gradcomp.torch.wrapped_optimizer import refuse_thawed, thawed
+from hvd_gradcomp.torch.local.tensor_exchange import RankSync
+from hvd_gradcomp.torch.local.wrapped_optimizer import refuse_thawed, thawed
 
 REMEDY = "Give all ranks the same parameters at first, by broadcast_parameters or a seed"
 

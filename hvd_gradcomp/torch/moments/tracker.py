@@ -59,7 +59,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.planning.description import tracked
-from hvd_gradcomp.torch.moments import dynamo, sample_axis
+from hvd_gradcomp.torch.interop import dynamo
+from hvd_gradcomp.torch.moments import sample_axis
 from hvd_gradcomp.torch.moments.rules import (
     OPENED,
     RECURRENT,

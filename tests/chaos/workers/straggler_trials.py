@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp import ChunkedTopKCompressor, NoneCompressor, OuterSGD
-from hvd_gradcomp.core.handover import residual_of
+from hvd_gradcomp.method.handover import residual_of
 
 SIZE, ROUNDS, EVERY, DEADLINE = 512, 12, 5, 0.3
 COMPRESSORS = {

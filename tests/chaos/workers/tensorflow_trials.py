@@ -22,7 +22,7 @@ from hvd_gradcomp import (
     after,
 )
 from hvd_gradcomp.tensorflow.keras.callbacks import MetricAverageCallback
-from hvd_gradcomp.tensorflow.reducer import living
+from hvd_gradcomp.tensorflow.reduce.reducer import living
 from tests.chaos.workers import trials
 from tests.chaos.workers.trials import Trial
 from tests.parallel.workers.results import digest

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hvd_gradcomp import NoneCompressor, OuterSGD, SparseGDCompressor
-from hvd_gradcomp.core.handover import residual_of
-from hvd_gradcomp.torch import ddp, reducer_state
+from hvd_gradcomp.method.handover import residual_of
+from hvd_gradcomp.torch import ddp
+from hvd_gradcomp.torch.reduce import reducer_state
 from tests.parallel.workers.results import digest
 from tests.parallel.workers.survival import Diary
 

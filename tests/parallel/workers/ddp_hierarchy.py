@@ -23,7 +23,7 @@ from hvd_gradcomp import (
     VarianceCompressor,
 )
 from hvd_gradcomp.checkpoint.schema import CheckpointError
-from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.method.compressor import leaves
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.torch import ddp

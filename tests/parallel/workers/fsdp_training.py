@@ -30,9 +30,9 @@ from hvd_gradcomp import (
     StromCompressor,
     VarianceCompressor,
 )
-from hvd_gradcomp.algorithms.variance import weight_of_passes
+from hvd_gradcomp.algorithms.threshold.variance import weight_of_passes
 from hvd_gradcomp.checkpoint.schema import CheckpointError
-from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.method.compressor import leaves
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError

@@ -13,8 +13,8 @@ from keras import layers
 import hvd_gradcomp.tensorflow as hvd
 import hvd_gradcomp.tensorflow.keras as hvd_keras
 from hvd_gradcomp import DGCCompressor, GradiVeQCompressor, StromCompressor, VarianceCompressor
-from hvd_gradcomp.core.handover import correction_of, residual_of
-from hvd_gradcomp.tensorflow.variables import plain_variable
+from hvd_gradcomp.method.handover import correction_of, residual_of
+from hvd_gradcomp.tensorflow.interop.variables import plain_variable
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import digest, errors_of, finish, flipped
 

@@ -23,10 +23,10 @@ from hvd_gradcomp import (
     partition,
     role,
 )
-from hvd_gradcomp.core.compressor import leaves
-from hvd_gradcomp.core.handover import correction_of
+from hvd_gradcomp.method.compressor import leaves
+from hvd_gradcomp.method.handover import correction_of
 from hvd_gradcomp.planning.configuration import as_config
-from hvd_gradcomp.tensorflow.variables import is_rank_local
+from hvd_gradcomp.tensorflow.interop.variables import is_rank_local
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import digest, errors_of, finish
 

@@ -18,10 +18,10 @@ import tensorflow as tf
 from keras import layers
 
 import hvd_gradcomp.tensorflow.keras as hvd
-from hvd_gradcomp.core.compressor import is_replicated, leaves
-from hvd_gradcomp.core.handover import residual_of
+from hvd_gradcomp.method.compressor import is_replicated, leaves
+from hvd_gradcomp.method.handover import residual_of
 from hvd_gradcomp.tensorflow import DistributedGradientTape, LocalSteps, OuterSGD
-from hvd_gradcomp.tensorflow.reducers import reducer_of_variables
+from hvd_gradcomp.tensorflow.reduce.registry import reducer_of_variables
 from tests.parallel.workers.results import digest
 from tests.parallel.workers.survival import Diary, open_slot
 

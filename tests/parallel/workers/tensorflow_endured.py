@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_gradcomp.tensorflow.keras as hvd
-from hvd_gradcomp.core import wire
+from hvd_gradcomp.method import wire
 from hvd_gradcomp.tensorflow import DistributedGradientTape, checkpoint_barrier
 from tests.parallel.workers.results import errors_of, write
 

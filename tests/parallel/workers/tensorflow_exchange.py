@@ -17,7 +17,7 @@ import hvd_gradcomp.tensorflow.keras as hvd_keras
 from hvd_gradcomp.core.collectives import Alltoall
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
-from hvd_gradcomp.tensorflow import comm
+from hvd_gradcomp.tensorflow.comm import horovod as comm
 from hvd_gradcomp.testing import World
 from tests.parallel.workers.results import digest, errors_of, finish, write
 
@@ -157,7 +157,7 @@ def damaged_payload(graph):
 
 
 def reducer_of(variables):
-    from hvd_gradcomp.tensorflow.reducers import reducer_of_variables
+    from hvd_gradcomp.tensorflow.reduce.registry import reducer_of_variables
 
     return reducer_of_variables(variables)
 

@@ -17,9 +17,9 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_gradcomp.tensorflow as hvd
-from hvd_gradcomp.tensorflow import stall_inspector
+from hvd_gradcomp.tensorflow.comm import stall_inspector
 from hvd_gradcomp.tensorflow.keras import DistributedOptimizer, MomentumExchange
-from hvd_gradcomp.tensorflow.reducer import living
+from hvd_gradcomp.tensorflow.reduce.reducer import living
 from tests.parallel.workers.results import digest, errors_of, finish, on_timeline
 
 

@@ -9,8 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 import hvd_gradcomp.tensorflow.keras as hvd
-from hvd_gradcomp.core.handover import residual_of
-from hvd_gradcomp.tensorflow import DistributedGradientTape, LocalSteps, buckets
+from hvd_gradcomp.method.handover import residual_of
+from hvd_gradcomp.tensorflow import DistributedGradientTape, LocalSteps
+from hvd_gradcomp.tensorflow.reduce import buckets
 from tests.methods import SCALECOM
 from tests.parallel.workers.results import digest, errors_of, write
 

@@ -13,8 +13,8 @@ from keras import layers
 
 import hvd_gradcomp.tensorflow as hvd
 import hvd_gradcomp.tensorflow.keras as hvd_keras
-from hvd_gradcomp.algorithms.local_steps import DILOCO
-from hvd_gradcomp.core.handover import residual_of
+from hvd_gradcomp.algorithms.combined.local_steps import DILOCO
+from hvd_gradcomp.method.handover import residual_of
 from tests.oracles import local_steps as oracle
 from tests.parallel.workers.results import digest, errors_of, finish
 

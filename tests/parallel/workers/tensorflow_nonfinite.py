@@ -12,8 +12,8 @@ from keras import layers
 import hvd_gradcomp.tensorflow.keras as hvd
 from hvd_gradcomp import GradiVeQCompressor
 from hvd_gradcomp.tensorflow import DistributedGradientTape
-from hvd_gradcomp.tensorflow.reducers import reducer_of_variables
-from hvd_gradcomp.tensorflow.variables import plain_variable
+from hvd_gradcomp.tensorflow.interop.variables import plain_variable
+from hvd_gradcomp.tensorflow.reduce.registry import reducer_of_variables
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import digest, errors_of, finish
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers
 
 import hvd_gradcomp.tensorflow.keras as hvd
-from hvd_gradcomp.core.handover import correction_of
+from hvd_gradcomp.method.handover import correction_of
 from hvd_gradcomp.tensorflow import DistributedGradientTape
 from tests.methods import (
     BALANCED,

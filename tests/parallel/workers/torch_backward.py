@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.compressor import leaves
-from hvd_gradcomp.core.handover import correction_of
+from hvd_gradcomp.method.compressor import leaves
+from hvd_gradcomp.method.handover import correction_of
 from tests.methods import CHUNKED, EVERY, ONE_OF_EACH
 from tests.parallel.workers.places import arrays, choose, here
 from tests.parallel.workers.results import digest, errors_of, finish

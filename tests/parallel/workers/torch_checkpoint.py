@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.handover import correction_of, residual_of
-from hvd_gradcomp.torch import safetensors_file
+from hvd_gradcomp.method.handover import correction_of, residual_of
+from hvd_gradcomp.torch.interop import safetensors_file
 from tests.methods import (
     DGC_WARMED_UP,
     EGC,

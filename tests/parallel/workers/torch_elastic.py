@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.compressor import is_replicated, leaves
-from hvd_gradcomp.core.handover import residual_of
+from hvd_gradcomp.method.compressor import is_replicated, leaves
+from hvd_gradcomp.method.handover import residual_of
 from tests.parallel.workers.results import digest
 from tests.parallel.workers.survival import Diary, open_slot
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core import wire
-from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.method import wire
+from hvd_gradcomp.method.compressor import leaves
 from tests.parallel.workers.results import digest, errors_of, finish
 
 os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "1"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.compressor import leaves
+from hvd_gradcomp.method.compressor import leaves
 from hvd_gradcomp.runtime import config_check, stall_inspector
 from tests.methods import ONE_OF_EACH
 from tests.parallel.workers.results import errors_of, finish

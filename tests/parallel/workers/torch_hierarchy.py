@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.compressor import leaves
-from hvd_gradcomp.core.handover import residual_of
+from hvd_gradcomp.method.compressor import leaves
+from hvd_gradcomp.method.handover import residual_of
 from tests.methods import ONE_OF_EACH_EXCHANGE
 from tests.parallel.workers.results import digest, errors_of, write
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.handover import residual_of
+from hvd_gradcomp.method.handover import residual_of
 from tests.methods import learned_by
 from tests.parallel.workers.results import digest, finish
 

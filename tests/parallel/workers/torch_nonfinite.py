@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.compressor import leaves
-from hvd_gradcomp.core.handover import correction_of
+from hvd_gradcomp.method.compressor import leaves
+from hvd_gradcomp.method.handover import correction_of
 from tests.methods import CHUNKED, EVERY, ONE_OF_EACH, learned_by
 from tests.parallel.workers.results import digest, errors_of, finish
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.torch.probing import Probe
+from hvd_gradcomp.torch.monitoring.probing import Probe
 from tests.parallel.workers.results import digest, errors_of, finish
 
 STEPS = 24

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.handover import correction_of
+from hvd_gradcomp.method.handover import correction_of
 from tests.methods import (
     BALANCED,
     EVERY,

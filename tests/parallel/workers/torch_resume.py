@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hvd_gradcomp.torch as hvd
-from hvd_gradcomp.core.handover import correction_of, residual_of
+from hvd_gradcomp.method.handover import correction_of, residual_of
 from tests.methods import (
     DGC,
     DROPPING,

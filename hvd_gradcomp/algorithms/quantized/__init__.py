@@ -1,0 +1,1 @@
+"""Methods that send all elements in fewer bits."""

@@ -1,0 +1,1 @@
+"""Methods that send some elements: the largest, or a random choice."""

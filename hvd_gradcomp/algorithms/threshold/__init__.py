@@ -1,0 +1,1 @@
+"""Methods that send elements whose accumulated gradient passes a criterion."""

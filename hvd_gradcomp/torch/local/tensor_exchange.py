@@ -1,0 +1,254 @@
+"""Exchange of a list of tensors at a place of the program that all ranks reach.
+
+What is exchanged is complete when it begins, so there is nothing of what gradients need that arrive
+one by one (`grad_synchronizer`): the ranks say which exchange it is, all programs start, and later
+all are run to their ends, in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvd_gradcomp.method.compressor import Compressor
+from hvd_gradcomp.ops import NonFiniteGradientError
+from hvd_gradcomp.runtime import config_check, errors
+from hvd_gradcomp.runtime.local_rounds import Exchange
+from hvd_gradcomp.runtime.program_runner import Participants
+from hvd_gradcomp.runtime.stall_inspector import StallChannel
+from hvd_gradcomp.runtime.step_header import SIZE
+from hvd_gradcomp.torch.reduce.backend import Backend
+from hvd_gradcomp.torch.reduce.bucket import Named
+from hvd_gradcomp.torch.reduce.bucketing import BucketPlanner
+from hvd_gradcomp.torch.reduce.options import ExchangeOptions
+from hvd_gradcomp.torch.reduce.reducer import Reducer
+from hvd_gradcomp.torch.reduce.step_sync import ConfigCheck
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Connection of this rank to the others, for one exchange.
+
+    Attributes:
+        transport: of its tensors.
+        participants: the ranks.
+        save: returns the reducer's state; takes the mode of a checkpoint.
+        load: loads such a state.
+        hang_up: lets ranks that wait for this one fail.
+        stalls: of the ranks, where the transport can tell that they wait for each other.
+    """
+
+    transport: Backend
+    participants: Participants
+    save: Callable[[Reducer, str], dict[str, Any]]
+    load: Callable[[Reducer, dict[str, Any]], None]
+    hang_up: Callable[[], None]
+    stalls: StallChannel | None = None
+
+
+class RankSync:
+    """Comparison of what ranks are about to do, at one place for all exchanges of an optimizer.
+
+    So ranks that are about to do different things meet here, instead of waiting for each other.
+
+    Args:
+        connection: to the other ranks.
+        device: of the numbers, for which the transport has collectives.
+    """
+
+    def __init__(self, connection: Connection, device: torch.device) -> None:
+        self._connection, self._device = connection, device
+
+    def compare_settings(self, settings: str, refusal: Exception | None = None) -> None:
+        """Compare settings, on all ranks.
+
+        Args:
+            settings: of this rank.
+            refusal: error with which this rank refuses to go on; None if it does not.
+
+        Raises:
+            MismatchError: on all ranks, if they differ, or some ranks alone refuse.
+            Exception: the one with which this rank refuses, if all ranks refuse alike.
+        """
+        ranks = self._connection.participants.process_set.ranks
+        config_check.compare({"settings": settings}, self._gather, ranks, refusal)
+
+    def gather(self, row: Sequence[int]) -> dict[int, list[int]]:
+        """Gather a row of integers from every rank, by rank; at most as many as a header has.
+
+        In one collective of one size, whatever ranks are about to do: over a long link it takes as
+        long as the link's latency.
+        """
+        stalls, transport = self._connection.stalls, self._connection.transport
+        reported = int(stalls is not None and stalls.pending)
+        padded = [reported, *row, *[0] * (SIZE - len(row))]
+        tensor = torch.tensor(padded, dtype=torch.int64).to(self._device)
+        group = self._connection.participants.process_set
+        with self._explained():
+            pending = transport.allgather(tensor, f"{transport.name}.header", group)
+            rows = transport.wait(pending).tolist()
+        if stalls is not None and any(reported for reported, *_ in rows):
+            stalls.complete()
+        ranks = group.ranks or range(len(rows))
+        return {rank: each[1 : 1 + len(row)] for rank, each in zip(ranks, rows)}
+
+    def _gather(self, item: Any, kind: Any) -> list[Any]:
+        with self._explained():
+            return self._connection.transport.gather_objects(item, kind, "sync")
+
+    def _explained(self) -> AbstractContextManager[None]:
+        transport, what = self._connection.transport, "the comparison of what the ranks exchange"
+        return errors.explain_errors(transport.failure, what, transport.library)
+
+
+class TensorExchange(Exchange):
+    """Exchange of tensors of the shapes of some parameters; the mean over ranks is returned.
+
+    Args:
+        named_parameters: their names and shapes.
+        owners: the parameters of the model, if these are copies.
+        compressor: of all of them.
+        connection: to the other ranks.
+        options: of the exchange.
+        settings: that must be equal on all ranks.
+
+    Raises:
+        ValueError: the compressor cannot take these layers, or needs moments of samples, which
+            these tensors do not have.
+
+    Attributes:
+        reducer: of the buckets.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Named,
+        owners: Named,
+        compressor: Compressor,
+        connection: Connection,
+        options: ExchangeOptions,
+        settings: str,
+    ) -> None:
+        self._connection = connection
+        transport, participants = connection.transport, connection.participants
+        planner = BucketPlanner(
+            named_parameters,
+            compressor,
+            participants,
+            options,
+            name=transport.name,
+            tracking=None,
+            owners=owners,
+        )
+        if not planner.ordered:  # that of the model: there is no backward to learn it from
+            planner.reorder([name for name, _ in named_parameters])
+        mean = 1.0 / participants.rank_and_size[1]
+        self.reducer = Reducer(
+            planner, transport, participants, options, prescale=1.0, postscale=mean
+        )
+        self._check = ConfigCheck(self.reducer, settings)
+
+    @property
+    def made(self) -> int:
+        return self.reducer.steps
+
+    @property
+    def started(self) -> bool:
+        """Return True from `start` to `finish`."""
+        return self.reducer.started
+
+    def agree(self) -> None:
+        """Compare the settings of all ranks, once; all of them call it.
+
+        Raises:
+            MismatchError: on all ranks, if they do not train the same model in the same way.
+        """
+        self._check.agree()
+
+    def compare_again(self) -> None:
+        """Compare the settings of all ranks again before the next exchange."""
+        self._check.reached = False
+
+    @torch.no_grad()
+    def start(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Start the exchange of these tensors, one for each parameter, which are copied.
+
+        Raises:
+            Exception: of a program; ranks that wait for this one fail.
+        """
+        reducer = self.reducer
+        reducer.begin_step()
+        reducer.planner.warn_if_unprofitable()
+        try:
+            for p, tensor in zip(reducer.planner.ordered_parameters, tensors):
+                reducer.mark_ready(p, tensor)
+        except Exception:
+            self._give_up()
+            raise
+
+    @torch.no_grad()
+    def finish(self) -> list[torch.Tensor] | None:
+        """End the exchange; return the mean of each tensor, None if it was undone on all ranks.
+
+        Means have the dtype of their parameter, whatever that of the bucket. They are valid until
+        the next `start`.
+
+        Raises:
+            NonFiniteGradientError: on all ranks, if that is the policy.
+            Exception: of a program; ranks that wait for this one fail.
+        """
+        reducer = self.reducer
+        try:
+            reducer.programs.wait_all()
+            reducer.finish_exchange()
+        except NonFiniteGradientError:
+            reducer.finish_step()
+            raise
+        except Exception:
+            self._give_up()
+            raise
+        undone = reducer.rolled_back
+        means = [reducer.reduced_grad(p).to(p.dtype) for p in reducer.planner.ordered_parameters]
+        reducer.finish_step()
+        return None if undone else means
+
+    def commit(self) -> None:
+        self.reducer.commit()
+
+    def rollback(self) -> None:
+        self.reducer.rollback()
+
+    def abort(self) -> None:
+        """Drop an exchange that was started, on all ranks; the state is as before it."""
+        if self.started:
+            self.reducer.abort()
+
+    def _give_up(self) -> None:
+        self.reducer.abort()
+        self._connection.hang_up()
+
+    def save(self, mode: str) -> dict[str, Any]:
+        """Return the state, as it was before an exchange that was started."""
+        buckets = self.reducer.buckets
+        now = [bucket.state for bucket in buckets]
+        for bucket in buckets if self.started else ():
+            bucket.state = bucket.state if bucket.snapshot_state is None else bucket.snapshot_state
+        try:
+            return self._connection.save(self.reducer, mode)
+        finally:
+            for bucket, state in zip(buckets, now):
+                bucket.state = state
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Load a state of `save`.
+
+        Raises:
+            CheckpointError: it is of another format, compressor, model or number of ranks.
+        """
+        self.abort()
+        self._connection.load(self.reducer, saved)
+        self.compare_again()

@@ -1,0 +1,303 @@
+"""Optimizers around another one, which exchange something else than gradients in backward."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from hvd_gradcomp.monitoring.stats import CompressionStats, combined
+from hvd_gradcomp.runtime.live_objects import live_instances
+from hvd_gradcomp.torch.interop.amp import unscale
+from hvd_gradcomp.torch.interop.dynamo import interpreted
+from hvd_gradcomp.torch.local.tensor_exchange import TensorExchange
+from hvd_gradcomp.torch.reduce.bucket import Named
+from hvd_gradcomp.torch.reduce.claims import Claim
+from hvd_gradcomp.torch.reduce.reducer import Reducer
+
+_WRAPPERS = (  # of libraries that step an optimizer inside of one of their own
+    ("accelerate.optimizer", "AcceleratedOptimizer"),
+    ("lightning.pytorch.core.optimizer", "LightningOptimizer"),
+    ("pytorch_lightning.core.optimizer", "LightningOptimizer"),
+)
+KEPT = "gradcomp"  # in a state_dict: what is not the inner optimizer's
+
+
+class WrappedOptimizer(torch.optim.Optimizer, ABC):
+    """Optimizer that has another one's groups, options, state and hooks.
+
+    A `GradScaler` calls its `step` also where it has found infinities, so that all ranks count the
+    same steps: `unscale` does what the scaler would have done. Hooks of the inner optimizer, such
+    as `register_step_post_hook`, could not take its place: the scaler does not step that one then,
+    so no hook would run on this rank alone; and no hook can leave out a step whose mean gradients
+    are not finite, or have a closure computed before they are averaged.
+
+    Args:
+        optimizer: the inner one.
+
+    Raises:
+        TypeError: it is no optimizer.
+    """
+
+    _step_supports_amp_scaling = True  # as PyTorch calls it
+    _ranks_differ = False  # between exchanges
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        # Options, groups and state are the inner optimizer's: nothing of the base class is set up.
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer= takes a torch.optim.Optimizer, got {type(optimizer).__name__}"
+            )
+        self.inner = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the inner optimizer has, such as its hooks."""
+        if name in ("inner", "_claim", "found_inf", "grad_scale"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    # -- what it claims ------------------------------------------------------------------------
+
+    def _claim_parameters(self, function: str, named: Named) -> None:
+        """Claim the parameters; the last act of a constructor.
+
+        Args:
+            function: that the user has called.
+            named: what is exchanged.
+
+        Raises:
+            TypeError: the model is sharded.
+            ValueError: something else exchanges it.
+        """
+        reducer = self.all_reducers[0]
+        frontend = "hvd" if reducer.transport.library == "Horovod" else "ddp"
+        ranks = reducer.participants.process_set
+        parameters, alone = [p for _, p in named], self._ranks_differ
+        claim = Claim(f"{frontend}.{function}", parameters, ranks, in_step=True, alone=alone)
+        claim.take()
+        self._claim = claim
+
+    def begin(self) -> None:
+        """Exchange in place of `DistributedDataParallel`, once all ranks have made their own."""
+        self._claim.switch_off_models()
+
+    def withdraw(self) -> None:
+        """Leave the parameters to others: some rank has made no optimizer."""
+        self._claim.drop()
+
+    def _check_superseded(self) -> None:
+        """Raise a RuntimeError if the parameters are another optimizer's by now."""
+        if self._claim.superseded:
+            raise RuntimeError(
+                f"another {self._claim.name} was made since over the same parameters, and "
+                "exchanges them: step that one alone"
+            )
+
+    def _refusal(self) -> Exception | None:
+        """Return the error of what was done to the model or to this optimizer since it was made."""
+        library = _library_of(self) if self._ranks_differ else None
+        if library is not None:
+            return TypeError(
+                f"{self._claim.name} was handed to {library}, which evaluates and saves the model "
+                "between exchanges, when it is another one on each rank. Local steps do not go "
+                "with Lightning, Accelerate and the Trainer of Transformers yet: train in a loop "
+                "of your own, or compress gradients by trainers.compress"
+            )
+        return self._claim.refusal([p for group in self.param_groups for p in group["params"]])
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return the inner optimizer's groups."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:
+        """Return the inner optimizer's state."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Return the inner optimizer's default options."""
+        return self.inner.defaults
+
+    @property
+    @abstractmethod
+    def exchanges(self) -> tuple[list[TensorExchange], list[TensorExchange]]:
+        """Return those of disjoint layers, which make up the model, and all others."""
+
+    @property
+    @abstractmethod
+    def steps_taken(self) -> int:
+        """Return the steps so far, for statistics."""
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Return True if parameters are those of all ranks; between local steps they are not."""
+        return True
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        """Return the reducers of disjoint layers, which make up the model."""
+        return [exchange.reducer for exchange in self.exchanges[0]]
+
+    @property
+    def all_reducers(self) -> list[Reducer]:
+        """Return the reducers of all exchanges, in the same order on all ranks."""
+        return [exchange.reducer for some in self.exchanges for exchange in some]
+
+    def stats(self) -> CompressionStats:
+        """Return the measured traffic of this rank so far.
+
+        `ratio` compares with an exchange of dense gradients in every step.
+        """
+        parts, others = ([x.reducer.stats() for x in some] for some in self.exchanges)
+        return combined(parts, others, self.steps_taken)
+
+    def compare_again(self) -> None:
+        """Compare the settings of all ranks again before the next exchange."""
+        for some in self.exchanges:
+            for exchange in some:
+                exchange.compare_again()
+
+    @abstractmethod
+    def load_rounds(self, state_dict: dict[str, Any]) -> None:
+        """Load what `load_state_dict` does but the inner optimizer and what compressors keep."""
+
+    def common_state_dict(self) -> dict[str, Any]:
+        """Return the state that all ranks may go on from."""
+        return self.state_dict()
+
+    def load_inner(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner optimizer's state alone."""
+        self.inner.load_state_dict({k: v for k, v in state_dict.items() if k != KEPT})
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} cannot be copied or pickled: save and load what it keeps by "
+            "state_dict() and load_state_dict(), on each rank its own"
+        )
+
+    @interpreted
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as the inner optimizer does."""
+        self.inner.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: what is exchanged is what there was when it was made."""
+        raise RuntimeError(
+            "add_param_group() comes too late for the exchange: add the group to the inner "
+            f"optimizer, and make the {type(self).__name__} anew, on all ranks"
+        )
+
+    @property
+    def scaled(self) -> bool:
+        """Return True if a GradScaler calls this step."""
+        return hasattr(self, "found_inf")
+
+    def unscale(self) -> bool:
+        """Unscale gradients as a GradScaler asks for it; return True if it has found infinities."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:
+            unscale(self.param_groups, scale)
+        return found is not None and bool(found)
+
+
+def _library_of(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the library that steps an optimizer in a wrapper of its own; None if none does."""
+    for module, name in _WRAPPERS:
+        kind = getattr(sys.modules.get(module), name, None)
+        for wrapper in () if kind is None else live_instances(kind):
+            attributes = vars(wrapper)
+            if optimizer in (attributes.get("optimizer"), attributes.get("_optimizer")):
+                return module.partition(".")[0].removeprefix("pytorch_").capitalize()
+    return None
+
+
+def refuse_exchanging(optimizer: torch.optim.Optimizer) -> None:
+    """Raise a ValueError if an optimizer exchanges by itself, or is no plain one."""
+    if isinstance(optimizer, WrappedOptimizer):
+        raise ValueError(
+            f"optimizer= exchanges already, as a {type(optimizer).__name__}: pass the plain one "
+            "inside of it"
+        )
+    module, name = type(optimizer).__module__, type(optimizer).__name__
+    if module == "horovod.torch.optimizer":  # stock, and ours
+        raise ValueError(
+            f"optimizer= is distributed already: pass the {name} that it was made from, or make "
+            "another one over the same parameters"
+        )
+    if module.partition(".")[0] in ("accelerate", "lightning", "pytorch_lightning"):
+        raise ValueError(
+            f"optimizer= is the {name} of a library, which leaves out steps by itself: pass the "
+            "plain optimizer that the library has wrapped"
+        )
+
+
+def named_of(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None,
+) -> Named:
+    """Return (name, parameter) of what an optimizer trains, in the user's order.
+
+    Raises:
+        ValueError: a parameter has no name, or two have the same.
+    """
+    trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    if named_parameters is None:
+        return [(f"parameter.{place}", p) for place, p in enumerate(trained)]
+    names: dict[torch.nn.Parameter, str] = {}
+    for name, p in named_parameters:
+        names.setdefault(p, name)
+    wanted = set(trained)
+    named = [(name, p) for p, name in names.items() if p in wanted]
+    if len(named) < len(wanted):
+        raise ValueError(
+            f"named_parameters= names {len(named)} of the {len(wanted)} parameters that the "
+            "optimizer trains: pass model.named_parameters() of the whole model"
+        )
+    if len({name for name, _ in named}) < len(named):
+        raise ValueError("named_parameters= gives the same name to several parameters")
+    return named
+
+
+def device_of(named: Named) -> torch.device:
+    """Return the device of the first parameter: where ranks have collectives for them."""
+    return next((p.device for _, p in named), torch.device("cpu"))
+
+
+def thawed(optimizer: torch.optim.Optimizer, known: Collection[torch.nn.Parameter]) -> int:
+    """Return the number of parameters that train now, and are not among the known ones."""
+    groups = optimizer.param_groups
+    return sum(p.requires_grad and p not in known for g in groups for p in g["params"])
+
+
+def refuse_thawed(counts: Mapping[int, int]) -> None:
+    """Raise an error, on all ranks, if parameters have thawed on one of them.
+
+    Args:
+        counts: by rank.
+
+    Raises:
+        RuntimeError: naming the ranks.
+    """
+    listed = ", ".join(f"{count} on rank {rank}" for rank, count in counts.items() if count)
+    if listed:
+        raise RuntimeError(
+            "parameters train that did not when the optimizer was wrapped, so they are not "
+            f"exchanged: {listed}. Thaw layers before, or wrap the inner optimizer anew on all "
+            "ranks"
+        )
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return the loss that a closure computes, whose gradients are then there; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -1,0 +1,40 @@
+"""Protocol of the transports."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from hvd_gradcomp.runtime.program_runner import Transport
+from hvd_gradcomp.torch.reduce.bucket import Named
+
+
+class Backend(Transport, Protocol):
+    """Transport between the ranks of one reducer; its collectives return handles with `ready()`.
+
+    Attributes:
+        name: prefix of the names of collectives.
+        library: that moves the tensors, for messages.
+        version: of Horovod, for the configuration check.
+        failure: the class of its errors.
+        hangs_up: a rank that fails closes its connections, so that ranks that wait for it fail too.
+    """
+
+    name: str
+    library: str
+    version: str
+    failure: type[Exception]
+    hangs_up: bool
+
+    def check(self, named_parameters: Named) -> None:
+        """Raise a ValueError if there are no collectives for the device of a parameter."""
+
+    def global_rank(self) -> int:
+        """Return this rank's number in the whole job."""
+
+    def gather_objects(self, item: Any, kind: Any, what: str) -> list[Any]:
+        """Gather an item of type `kind` from every rank; see `runtime.typed_json`."""
+
+    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
+        """Gather the row of every rank, to verify replicas."""
