@@ -417,7 +417,7 @@ def architecture(path):
         ("monitoring", "monitoring/", "what was moved; equal replicas"),
         ("algorithms", "algorithms/: one paper, one file", "programs that yield collectives"),
         ("codecs", "codecs/: threshold, topk, quantized, linear", "what to send, and what stays"),
-        ("core", "method/: Compressor, patterns, capacity, wire", "how payloads meet, checked bytes"),
+        ("core", "method/: Compressor, patterns, wire", "how payloads meet, checked bytes"),
         ("operations", "ops/: PyTorch, TensorFlow, C, Triton", "what is done to a tensor"),
         ("values", "core/: layout, layers, collectives", "values that know no tensor"),
     ]

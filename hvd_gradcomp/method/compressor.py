@@ -78,6 +78,12 @@ def derived(of: Callable[[Any], T]) -> T:
     return attribute
 
 
+_HOOKS = {
+    "Handover": ("residual", "inherit", "velocity", "with_velocity", "correction", "corrected"),
+    "Learned": ("retrained", "rehearsed", "owner"),
+}
+
+
 class Compressor(ABC):
     """Base class of `compression=` arguments. Concrete classes are frozen dataclasses.
 
@@ -132,8 +138,19 @@ class Compressor(ABC):
 
         Args:
             registered: False for an intermediate base class without abstract methods.
+
+        Raises:
+            TypeError: it has a hook that is called on one kind of methods alone, and is of none.
         """
         super().__init_subclass__(**arguments)
+        bases = {base.__name__ for base in cls.__mro__}
+        for kind, hooks in _HOOKS.items():
+            unused = [name for name in hooks if name in vars(cls)]
+            if unused and kind not in bases:
+                raise TypeError(
+                    f"{cls.__name__}.{unused[0]} would never be called: derive {cls.__name__} from "
+                    f"hvd_gradcomp.method.{kind.lower()}.{kind}, whose hook it is"
+                )
         if registered and not inspect.isabstract(cls):
             cls.algorithm = registry.register(cls)
 

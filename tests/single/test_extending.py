@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 import torch
 
-from hvd_gradcomp import NonFiniteGradientError
+from hvd_gradcomp import NoneCompressor, NonFiniteGradientError
 from hvd_gradcomp.codecs.linear import LinearCompressor
 from hvd_gradcomp.codecs.quantized import QuantizedCompressor
 from hvd_gradcomp.codecs.sparse import Residual
@@ -216,3 +216,9 @@ def test_a_method_has_no_more_than_the_holes_of_its_family(compressor, ops, size
         totals = [np.asarray(total) for total in world.step(inputs)]
         assert all(np.array_equal(total, totals[0]) for total in totals), "replicas differ"
         assert np.isfinite(totals[0]).all() and totals[0].any()
+
+
+def test_a_hook_that_nobody_would_call_is_an_error():
+    """`Handover` and `Learned` are what callers ask for."""
+    with pytest.raises(TypeError, match=r"Mine\.residual would never be called: derive Mine from"):
+        type("Mine", (NoneCompressor,), {"residual": lambda self, state: None})

@@ -152,8 +152,8 @@ def test_imports_point_down(module):
 
 def split(module: str) -> tuple[str, str]:
     """Folder of a module, and the folder in it; "" for none."""
-    folders = module.split("/")[:-1]
-    return (folders + ["", ""])[0], (folders + ["", ""])[1]
+    folders = [*module.split("/")[:-1], "", ""]
+    return folders[0], folders[1]
 
 
 def test_no_folder_has_too_many_files():
