@@ -291,7 +291,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Format a table of `WIDTH` columns: names on the left, wrapped at `NAMES`, then figures.
 
     >>> print(table(["method", "ms"], [["DGC()", "1.23"], ["GradiVeQ(ratio=8, bits=4)", "4"]]))
-    way                  ms
+    method               ms
     -----------------  ----
     DGC()              1.23
     GradiVeQ(ratio=8,     4

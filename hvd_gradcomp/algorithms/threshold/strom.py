@@ -40,7 +40,7 @@ class StromCompressor(ThresholdCompressor):
         ValueError: `tau` is not a positive number.
 
     >>> StromCompressor()
-    StromCompressor(tau=0.1, max_norm=None, capacity='largest', index_coding='word')
+    StromCompressor(tau=0.1, max_norm=None, capacity='largest', index_coding='elias_fano')
     """
 
     tau: float = 0.1
