@@ -60,7 +60,7 @@ def gradiveq(ops: TorchOps, layers: Any) -> dict[str, Callable[[], Any]]:
 
     def decode() -> None:
         for (layout, gradient, state), code in zip(buckets, codes):
-            projection.decode(compressor.slicing, ops, layout, code, state, room=gradient)
+            projection.decode(compressor.slicing, ops, layout, code, state, out=gradient)
 
     def products() -> None:
         for slices, basis in pairs:

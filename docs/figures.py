@@ -258,7 +258,7 @@ def projection(path):
     order = (2, 3, 1, 0)  # depth and filters of one place of the kernel are one slice
     slices = torch.stack([g.permute(order).reshape(9, -1)[0] for g in gradients[20 : 20 + samples]])
     energy = components(OPS, slices).energy.flip(0).numpy()
-    d = compressor.slicing.slices_of(shape, filters_last=False).room
+    d = compressor.slicing.slices_of(shape, filters_last=False).max_dimensions
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(10, 3.1), layout="constrained")
     left.plot(np.arange(1, len(energy) + 1), 100 * np.cumsum(energy) / energy.sum(), color=STAYS)
     left.axvline(d, color=SENT, linewidth=1)

@@ -187,25 +187,25 @@ def _smoothed(ops: Ops, x: Tensor, weight: Tensor) -> Tensor:
 
 def initial_encoder(ops: Ops, seed: int) -> Tensor:
     """Return an encoder's initial parameters; float32 [ENCODER_SIZE]."""
-    found = {}
+    weights = {}
     for layer in (0, 1):  # means of two positions, as a pair of channels with both signs
         for tap in (1, 2):
             for source, sign in ((0, 1.0),) if layer == 0 else ((0, _PASS), (1, -_PASS)):
-                found[layer, tap, source, 0] = sign * _HALF
-                found[layer, tap, source, 1] = -sign * _HALF
+                weights[layer, tap, source, 0] = sign * _HALF
+                weights[layer, tap, source, 1] = -sign * _HALF
     for layer, signals in ((2, 1), (3, 2)):  # two positions become adjacent channels
         for tap in (1, 2):
             for signal in range(signals):
                 target = 2 * (signals * (tap - 1) + signal)
                 for source, sign in ((2 * signal, _PASS), (2 * signal + 1, -_PASS)):
-                    found[layer, tap, source, target] = sign
-                    found[layer, tap, source, target + 1] = -sign
+                    weights[layer, tap, source, target] = sign
+                    weights[layer, tap, source, target + 1] = -sign
     for signal in range(_CHANNELS):
-        found[4, 0, 2 * signal, signal] = _PASS
-        found[4, 0, 2 * signal + 1, signal] = -_PASS
+        weights[4, 0, 2 * signal, signal] = _PASS
+        weights[4, 0, 2 * signal + 1, signal] = -_PASS
     places = {
         _place(ENCODER, layer, tap * ENCODER[layer].inputs + source, target): value
-        for (layer, tap, source, target), value in found.items()
+        for (layer, tap, source, target), value in weights.items()
     }
     return _filled(ops, ENCODER, places, seed)
 
@@ -213,19 +213,19 @@ def initial_encoder(ops: Ops, seed: int) -> Tensor:
 def initial_decoder(ops: Ops, innovation: bool, seed: int) -> Tensor:
     """Return a decoder's initial parameters; float32 [decoder_size(innovation)]."""
     layers = (*DECODER, last_layer(innovation))
-    found = {(0, 1, signal, signal): 1.0 for signal in range(_CHANNELS)}
+    weights = {(0, 1, signal, signal): 1.0 for signal in range(_CHANNELS)}
     for tap in (1, 2):
         for signal in range(2):  # two signals at each of the two positions
-            found[1, tap, 2 * (tap - 1) + signal, 2 * signal] = 1.0
-            found[1, tap, 2 * (tap - 1) + signal, 2 * signal + 1] = -1.0
+            weights[1, tap, 2 * (tap - 1) + signal, 2 * signal] = 1.0
+            weights[1, tap, 2 * (tap - 1) + signal, 2 * signal + 1] = -1.0
         for layer in (2, 3, 4):  # then one signal at each position; then it is repeated
             first = 2 * (tap - 1) if layer == 2 else 0
             for source, sign in ((first, _PASS), (first + 1, -_PASS)):
-                found[layer, tap, source, 0] = sign
-                found[layer, tap, source, 1] = -sign
+                weights[layer, tap, source, 0] = sign
+                weights[layer, tap, source, 1] = -sign
     places = {
         _place(layers, layer, source, tap * layers[layer].outputs + target, 3): value
-        for (layer, tap, source, target), value in found.items()
+        for (layer, tap, source, target), value in weights.items()
     }
     ends = [sum(layer.size for layer in layers[: i + 1]) for i in range(2)]
     for signal in range(_CHANNELS):

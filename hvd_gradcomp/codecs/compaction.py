@@ -82,9 +82,9 @@ class Selection(ABC):
         """Return `code + 1` at selected elements, else 0, for the dense level; int64 [size]."""
 
 
-def select(ops: Ops, layout: Layout, found: Tensor) -> Selection:
+def select(ops: Ops, layout: Layout, passing: Tensor) -> Selection:
     """Wrap the result of `Ops.search` in the representation that suits the backend."""
-    return (Indexed if ops.dynamic_shapes else Masked)(ops, layout, found)
+    return (Indexed if ops.dynamic_shapes else Masked)(ops, layout, passing)
 
 
 def window(pick: Callable[..., Any], count: Any, capacity: Any, turn: Any) -> tuple[Any, Any]:
@@ -147,11 +147,11 @@ class Indexed(Selection):
         head, start = window(ops.pick, count, capacity, turn)
         stop = ops.pick(count < start + capacity, count, start + capacity)
         sent = head + stop - start
-        room = (capacity - sent,)
+        padding = (capacity - sent,)
         index = ops.concat(
-            (self.index[:head], self.index[start:stop], ops.full(room, self.layout.sink))
+            (self.index[:head], self.index[start:stop], ops.full(padding, self.layout.sink))
         )
-        code = ops.concat((code[:head], code[start:stop], ops.full(room, 0)))
+        code = ops.concat((code[:head], code[start:stop], ops.full(padding, 0)))
         return self._sent(index, code, sent)
 
     def spread(self, code: Tensor) -> tuple[Tensor, SentElements]:

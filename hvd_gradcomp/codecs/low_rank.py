@@ -50,21 +50,21 @@ def components(ops: Ops, samples: Tensor, weights: Tensor | None = None) -> Comp
 
 
 def dimension(
-    ops: Ops, found: Components, samples: Tensor, weights: Tensor, loss: float, most: int
+    ops: Ops, pca: Components, samples: Tensor, weights: Tensor, loss: float, limit: int
 ) -> Tensor:
-    """Return the fewest components that lose at most `loss` of samples; int64 [1] in [1, most].
+    """Return the fewest components that lose at most `loss` of samples; int64 [1] in [1, limit].
 
     Args:
-        found: components fitted to other samples.
+        pca: components fitted to other samples.
         samples: float32 [count, m].
         weights: float64 [count].
     """
     x, weights = ops.cast(samples, "float64"), ops.reshape(weights, (-1, 1))
     whole = ops.sum(x * x * weights)
-    x = x - ops.reshape(found.mean, (1, -1))
-    projections = ops.matmul(x, found.vectors)
+    x = x - ops.reshape(pca.mean, (1, -1))
+    projections = ops.matmul(x, pca.vectors)
     energy = ops.sum(projections * projections * weights, 0)  # of components, strongest last
     left_out = ops.sum(x * x * weights) - ops.sum(energy) + ops.cumsum(energy)
     weak = ops.sum(ops.cast(left_out <= whole * loss, "int64"))
     count = ops.reshape(energy.shape[0] - weak, (1,))
-    return ops.maximum(ops.minimum(count, most), 1)
+    return ops.maximum(ops.minimum(count, limit), 1)

@@ -85,7 +85,7 @@ def choose(
     r: Tensor,
     hint: Tensor,
     k: Any,
-    most: int,
+    limit: int,
 ) -> Chosen:
     """Choose the k largest of `r + g`, which comes to be in the gradient's memory.
 
@@ -95,13 +95,13 @@ def choose(
         r: float32 [size]; stays as it is.
         hint: of the last step, float32 [1].
         k: an integer, or a scalar of a graph.
-        most: the largest k.
+        limit: the largest k.
     """
     layout, step = context.layout, context.step
     scope, fixed = Scope(layout, whole=True), isinstance(k, int)
     if ops.topk_kernels is not None:
         form = Form(k)
-        quota, limits = (None, (k,)) if fixed else (ops.words((k,)), (most,))
+        quota, limits = (None, (k,)) if fixed else (ops.words((k,)), (limit,))
         before = ops.zeros((len(layout.names),), "int64")
         written = ops.topk_kernels.write(
             Collecting(), scope, form, step, quota, limits, hint, (gradient,), r, before
@@ -114,7 +114,7 @@ def choose(
         return Chosen(accumulated, Elements(index, values), written.hint)
     passing, accumulated = _accumulated(ops, scope, gradient, r, hint)
     selection, code, hint = largest(
-        ops, scope, accumulated, ops.words((k,)), (most,), step, passing
+        ops, scope, accumulated, ops.words((k,)), (limit,), step, passing
     )
     sent = selection.fitting(code, k, step)
     return Chosen(accumulated, Elements(sent.index, ops.bits_float(sent.code)), hint)
@@ -221,8 +221,10 @@ class Message:
         index = self.places.decode(ops, payload)
 
         def values_of(rank: int) -> Tensor:
-            mine: Mapping[str, Tensor] = {name: part[rank] for name, part in payload.items()}
-            return self.coding.decode(ops, mine, index[rank], self.groups)
+            rank_payload: Mapping[str, Tensor] = {
+                name: part[rank] for name, part in payload.items()
+            }
+            return self.coding.decode(ops, rank_payload, index[rank], self.groups)
 
         values = ops.stack([values_of(rank) for rank in range(bodies.shape[0])])
         return payload["load"], Elements(index, ops.where(index < self.layout.sink, values, 0.0))
@@ -269,9 +271,9 @@ def exchange(
         chosen: elements of this rank; unused ones, at the sink, come last.
         knots: ends of stretches with as many elements, equal on all ranks; int64 [KNOTS + 1].
     """
-    layout, ranks, room = message.layout, context.size, message.count
+    layout, ranks, slots = message.layout, context.size, message.count
     cuts = cuts_of(ops, knots, ranks)
-    rows, load = _split(ops, context, room, cuts, chosen)
+    rows, load = _split(ops, context, slots, cuts, chosen)
     bodies, sent = message.encode(ops, ranks, rows, load)
     plain = context._replace(prescale=1.0, postscale=1.0)
     buffers = yield Alltoall(wire.pack_all(ops, header, bodies))
@@ -283,7 +285,7 @@ def exchange(
 
     finite, values = patterns.check_storable(ops, values)
     none = ops.length(index)
-    place, taken = ops.largest_of_rows(values, none, room)
+    place, taken = ops.largest_of_rows(values, none, slots)
     place = ops.sort(ops.reshape(ops.where(taken != 0, place, none), (-1,)))
     index = ops.concat((index, ops.words((layout.sink,))))
     values = ops.concat((values, ops.zeros((1,))))
@@ -292,7 +294,7 @@ def exchange(
     loads, every, summed = yield from message.gather(ops, context, header, again, ops.sum(loads, 0))
     rest = ops.add_at(values, place, 0.0 - summed.flat(ops).values)
     left = Elements(ops.where(rest != 0, index, layout.sink), rest)
-    knots = _balanced(ops, layout, knots, cuts, loads, every.index, ranks, room)
+    knots = _balanced(ops, layout, knots, cuts, loads, every.index, ranks, slots)
     return Exchanged(every.flat(ops), sent.flat(ops), left, knots, of_all)
 
 
@@ -305,21 +307,21 @@ def cuts_of(ops: Ops, knots: Tensor, ranks: int) -> Tensor:
 
 
 def _split(
-    ops: Ops, context: Context, room: Any, cuts: Tensor, chosen: Elements
+    ops: Ops, context: Context, slots: Any, cuts: Tensor, chosen: Elements
 ) -> tuple[Elements, Tensor]:
     """Return the elements that fit into the message of each region, and how many there are."""
     layout, ranks = context.layout, context.size
     first = ops.count_below(chosen.index, cuts)
     first, load = first[:-1], first[1:] - first[:-1]
-    head, start = window(ops.where, load, room, context.step)
+    head, start = window(ops.where, load, slots, context.step)
     head, start, first, count = (ops.reshape(x, (-1, 1)) for x in (head, start, first, load))
-    slot = ops.arange(room)
+    slot = ops.arange(slots)
     slot = slot + ops.where(slot >= head, start - head, 0)
     none = ops.length(chosen.index)
     place = ops.reshape(ops.where(slot < count, first + slot, none), (-1,))
     index = ops.gather(ops.concat((chosen.index, ops.words((layout.sink,)))), place)
     values = ops.gather(ops.concat((chosen.values, ops.zeros((1,)))), place)
-    return Elements(*(ops.reshape(x, (ranks, room)) for x in (index, values))), load
+    return Elements(*(ops.reshape(x, (ranks, slots)) for x in (index, values))), load
 
 
 def _balanced(
@@ -330,7 +332,7 @@ def _balanced(
     loads: Tensor,
     places: Tensor,
     ranks: int,
-    room: Any,
+    slots: Any,
 ) -> Tensor:
     """Return the knots between which as many elements were chosen.
 
@@ -339,9 +341,9 @@ def _balanced(
         knots: as they are, which stay where nothing was chosen.
         cuts: of the regions.
         loads: how many were chosen in each region; int64 [ranks, 1].
-        places: those of each region that came back; int64 [ranks, room]. They stand for all that
+        places: those of each region that came back; int64 [ranks, slots]. They stand for all that
             were chosen there.
-        ranks, room: as above.
+        ranks, slots: as above.
     """
     load = ops.reshape(loads, (-1,))
     back = ops.sum(ops.cast(places < layout.sink, "int64"), -1)
@@ -350,7 +352,7 @@ def _balanced(
     region = ops.minimum(ops.count_below(ends, target + 1), ranks - 1)
     load, back, end, start = (ops.gather(x, region) for x in (load, back, ends, cuts))
     number = (target - (end - load)) * back // ops.maximum(load, 1)
-    number = region * room + ops.minimum(number, room - 1)
+    number = region * slots + ops.minimum(number, slots - 1)
     inner = ops.where(back > 0, ops.gather(ops.reshape(places, (-1,)), number), start)
     balanced = ops.concat((ops.words((0,)), inner, ops.words((layout.sink,))))
     return ops.where(every > 0, balanced, knots)

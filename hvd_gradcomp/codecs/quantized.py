@@ -283,8 +283,10 @@ class Keeping(QuantizedCompressor, registered=False):
     def update_state(
         self, ops: Ops, row_groups: RowGroups, x: Tensor, payload: Payload, state: State
     ) -> State:
-        there = ops.accumulate(state.r, x)
-        return state._replace(r=self.subtract_decoded(ops, row_groups, there, there, payload))
+        accumulated = ops.accumulate(state.r, x)
+        return state._replace(
+            r=self.subtract_decoded(ops, row_groups, accumulated, accumulated, payload)
+        )
 
 
 class FeedbackCompressor(Clipping, QuantizedCompressor, Handover):
@@ -431,8 +433,8 @@ def two_shot(
     payload = wire.unpack_body(ops, parts, bodies)
     weights = patterns.weights_of(ops, plain, reply)
     # With error feedback the gradient's memory still holds what was quantized.
-    room = ops.zeros((shard,)) if codec.error_feedback else gradient[:shard]
-    total = codec.add_decoded(ops, cuts[rank], payload, Accumulator(None, room, weights))
+    out = ops.zeros((shard,)) if codec.error_feedback else gradient[:shard]
+    total = codec.add_decoded(ops, cuts[rank], payload, Accumulator(None, out, weights))
 
     finite, total = _check_elements(ops, codec, total)
     summed = codec.encode(ops, cuts[rank], total, _key(ops, codec, context, 1))

@@ -81,10 +81,10 @@ class ThresholdCompressor(SparseCompressor):
     def capacity_schedule(self, layout: Layout, ranks: int = 1) -> CapacitySchedule:
         """Return the capacities for words; above them a dense level or an allreduce is cheaper."""
         side = int(wire.body_bytes(self.quantizer.side_parts(layout)))
-        room = most_gathered(4.0 * layout.elements, ranks) - side
+        limit = most_gathered(4.0 * layout.elements, ranks) - side
         places, policy = self._dense_bytes(layout), self.policy
-        if places > room:
-            top = _slots(self, layout, int(room)) + 1
+        if places > limit:
+            top = _slots(self, layout, int(limit)) + 1
             return CapacitySchedule.up_to(top, summed=True, policy=policy)
         return CapacitySchedule.up_to(_slots(self, layout, places), policy=policy)
 
@@ -135,8 +135,8 @@ class ThresholdCompressor(SparseCompressor):
             encoded = Encoded(body, written.sent, written.wanted, commit=written.commit)
             memory = type(state.memory)(*written.memory)
             return encoded, state._replace(memory=memory, sent=written.per_layer)
-        found, memory = self._search(ops, gradient, state.memory, moment)
-        selection = select(ops, layout, found)
+        passing, memory = self._search(ops, gradient, state.memory, moment)
+        selection = select(ops, layout, passing)
         value = selection.take(memory[0])
         code, encodable, side = self.quantizer.encode(ops, selection, value)
         selection, code = selection.only(encodable, code)
@@ -219,8 +219,8 @@ class ThresholdCompressor(SparseCompressor):
             return wanted, tuple(taken_in)
 
         arguments = (gradient,) if moment is None else (gradient, moment)
-        found, taken_in = ops.search(tile, tuple(memory), arguments)
-        return found, type(memory)(*taken_in)
+        passing, taken_in = ops.search(tile, tuple(memory), arguments)
+        return passing, type(memory)(*taken_in)
 
     def reduction_spec(self, context: Context, level: CapacityLevel) -> ReductionSpec:
         layout, ascending = context.layout, None
@@ -270,15 +270,15 @@ class ThresholdCompressor(SparseCompressor):
 
 
 @lru_cache(maxsize=1024)
-def _slots(compressor: ThresholdCompressor, layout: Layout, room: int) -> int:
+def _slots(compressor: ThresholdCompressor, layout: Layout, limit: int) -> int:
     """Return the most elements that fit in so many bytes, without those sent once for a layer."""
     if compressor.index_coding == "int32":
-        return room // 4
+        return limit // 4
     side = int(wire.body_bytes(compressor.quantizer.side_parts(layout)))
     low, high = 0, layout.size
     while low < high:
         middle = (low + high + 1) // 2
-        fits = wire.body_bytes(compressor.coded_parts(layout, middle)) - side <= room
+        fits = wire.body_bytes(compressor.coded_parts(layout, middle)) - side <= limit
         low, high = (middle, high) if fits else (low, middle - 1)
     return low
 

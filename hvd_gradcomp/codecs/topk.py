@@ -118,9 +118,9 @@ class TopKCompressor(SparseCompressor):
         """Whether values are rounded on the wire."""
         return self.values != "float32"
 
-    def most(self, layout: Layout) -> tuple[int, ...]:
+    def limits(self, layout: Layout) -> tuple[int, ...]:
         """Return the maximum number of elements of each layer, or of the model."""
-        return _most_of(self, layout)
+        return _limits_of(self, layout)
 
     def value_groups(self, layout: Layout) -> ValueGroups:
         """Return the groups of values that share side values."""
@@ -128,16 +128,16 @@ class TopKCompressor(SparseCompressor):
 
     def capacity(self, layout: Layout) -> int:
         """Return the maximum number of elements in a payload."""
-        return sum(self.most(layout))
+        return sum(self.limits(layout))
 
     def capacities(self, layout: Layout) -> tuple[int, ...]:
         """Return the possible capacities of a payload, ascending; the last is the maximum."""
         return (self.capacity(layout),)
 
     def capacity_schedule(self, layout: Layout, ranks: int = 1) -> CapacitySchedule:
-        most = most_gathered(4.0 * layout.elements, ranks)
+        limit = most_gathered(4.0 * layout.elements, ranks)
         capacities, sizes = self.capacities(layout), _sizes_of(self, layout)
-        fit = sum(1 for _ in takewhile(lambda size: size <= most, sizes))
+        fit = sum(1 for _ in takewhile(lambda size: size <= limit, sizes))
         return CapacitySchedule(capacities[:fit], summed=fit < len(capacities))
 
     def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
@@ -190,10 +190,10 @@ class TopKCompressor(SparseCompressor):
             encoded, state = _encode_fused(ops, scope, spec, step, wanted, gradient, state)
             return encoded._replace(body=spec.coded(ops, encoded.body)), state
         k_per_layer, total = _shared(ops, spec, wanted)
-        k_per_layer = ops.words(self.most(layout)) if k_per_layer is None else k_per_layer
-        found, memory = self.collected(ops, scope, gradient, state)
+        k_per_layer = ops.words(self.limits(layout)) if k_per_layer is None else k_per_layer
+        passing, memory = self.collected(ops, scope, gradient, state)
         index, values, hint = self.select(
-            ops, scope, step, memory[0], k_per_layer, found, spec.capacity
+            ops, scope, step, memory[0], k_per_layer, passing, spec.capacity
         )
         values, real = ops.bits_float(values), ops.cast(index < layout.sink, "int64")
         coded, decoded = spec.encode_values(ops, values, index)
@@ -226,8 +226,8 @@ class TopKCompressor(SparseCompressor):
             return taken_in[0], taken_in
 
         bound = of_blocks(ops, scope, state.hint)
-        found, taken_in = ops.search(with_values, tuple(state.memory), (gradient,), bound)
-        return found, kind(*taken_in)
+        passing, taken_in = ops.search(with_values, tuple(state.memory), (gradient,), bound)
+        return passing, kind(*taken_in)
 
     def select(
         self,
@@ -236,17 +236,17 @@ class TopKCompressor(SparseCompressor):
         step: Any,
         r: Tensor,
         k_per_layer: Tensor,
-        found: Tensor | None,
+        passing: Tensor | None,
         capacity: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Select the k largest |r|; return their indices, bits of values, and the next hint.
 
         Args:
-            found: indices of all elements above some bound; None to search here.
+            passing: indices of all elements above some bound; None to search here.
             capacity: the number of indices to return, ascending, the last of them sinks.
         """
-        most = self.most(scope.layout)
-        selection, code, hint = largest(ops, scope, r, k_per_layer, most, step, found)
+        limits = self.limits(scope.layout)
+        selection, code, hint = largest(ops, scope, r, k_per_layer, limits, step, passing)
         sent = selection.fitting(code, capacity, step)
         return sent.index, sent.code, hint
 
@@ -375,10 +375,10 @@ class BodySpec(NamedTuple):
         compressor, layout, capacity, _ = self
         if not compressor.rounds:
             return {"values": values}, values
-        most, code = compressor.capacity(layout), compressor.value_coding
-        groups, missing = compressor.value_groups(layout), most - capacity
-        values = _extended(ops, values, missing, most)
-        index = _extended(ops, index, missing, most, "int64", layout.sink)
+        max_capacity, code = compressor.capacity(layout), compressor.value_coding
+        groups, missing = compressor.value_groups(layout), max_capacity - capacity
+        values = _extended(ops, values, missing, max_capacity)
+        index = _extended(ops, index, missing, max_capacity, "int64", layout.sink)
         coded, parts = code.encode(ops, values, index, groups), self.value_parts(ops)
         decoded = code.decode(ops, coded, index, groups)[:capacity]
         return {name: x[: parts[name].count] for name, x in coded.items()}, decoded
@@ -388,14 +388,14 @@ class BodySpec(NamedTuple):
         compressor, layout, capacity, _ = self
         if not compressor.rounds:
             return payload["values"]
-        most, code = compressor.capacity(layout), compressor.value_coding
-        whole, parts = compressor.value_parts(layout, most), self.value_parts(ops)
+        max_capacity, code = compressor.capacity(layout), compressor.value_coding
+        whole, parts = compressor.value_parts(layout, max_capacity), self.value_parts(ops)
         coded = {}
         for name, part in whole.items():
             missing = whole[name].count - parts[name].count
             dtype = _IN_MEMORY[part.dtype]
             coded[name] = _extended(ops, payload[name], missing, part.count, dtype)
-        index = _extended(ops, index, most - capacity, most, "int64", layout.sink)
+        index = _extended(ops, index, max_capacity - capacity, max_capacity, "int64", layout.sink)
         return code.decode(ops, coded, index, compressor.value_groups(layout))[:capacity]
 
 
@@ -412,7 +412,7 @@ def _extended(
 
 
 @lru_cache(maxsize=1024)
-def _most_of(compressor: TopKCompressor, layout: Layout) -> tuple[int, ...]:
+def _limits_of(compressor: TopKCompressor, layout: Layout) -> tuple[int, ...]:
     return tuple(compressor.count(size) for size in Scope(layout, compressor.of_model).sizes)
 
 
@@ -420,7 +420,7 @@ def _most_of(compressor: TopKCompressor, layout: Layout) -> tuple[int, ...]:
 def _value_groups_of(compressor: TopKCompressor, layout: Layout) -> ValueGroups:
     if compressor.of_model:
         return ValueGroups.of_model(layout, compressor.capacity(layout))
-    return ValueGroups.of_layers(layout, compressor.most(layout))
+    return ValueGroups.of_layers(layout, compressor.limits(layout))
 
 
 @lru_cache(maxsize=1024)
@@ -438,9 +438,9 @@ def _shared(ops: Ops, spec: BodySpec, wanted: Tensor | None) -> tuple[Tensor | N
     compressor, layout, capacity, _ = spec
     if wanted is None and len(compressor.capacities(layout)) == 1:
         return None, compressor.capacity(layout)
-    most = compressor.most(layout)
+    limits = compressor.limits(layout)
     shares: tuple[Tensor, Tensor] = ops.shares(
-        ops.words(most) if wanted is None else wanted, most, capacity
+        ops.words(limits) if wanted is None else wanted, limits, capacity
     )
     return shares
 
@@ -455,8 +455,8 @@ def _encode_fused(
     state: Any,
 ) -> tuple[Encoded, Any]:
     compressor, form, kernels = spec.compressor, spec.form, ops.topk_kernels
-    most = compressor.most(spec.layout)
-    arguments = most, state.hint, state.memory, gradient, state.sent
+    limits = compressor.limits(spec.layout)
+    arguments = limits, state.hint, state.memory, gradient, state.sent
     if wanted is not None and kernels.shares:
         written = kernels.write(compressor.rule, scope, form, step, wanted, *arguments, shares=True)
         total = written.wanted

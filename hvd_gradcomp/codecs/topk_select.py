@@ -29,17 +29,17 @@ def largest(
     scope: Scope,
     r: Tensor,
     k: Tensor,
-    most: Sequence[int],
+    limits: Sequence[int],
     turn: Any,
-    found: Tensor | None,
+    passing: Tensor | None,
 ) -> tuple[Selection, Tensor, Tensor]:
     """Select the k largest |r| of each group, never zeros.
 
     Args:
         r: float32 [size].
-        k: int64 [groups], at most `most`.
+        k: int64 [groups], at most `limits`.
         turn: the step; decides which of equal magnitudes come first.
-        found: indices of all elements above some bound, ascending; None if not searched.
+        passing: indices of all elements above some bound, ascending; None if not searched.
 
     Returns:
         The selection, the bits of its values, and for each group a magnitude that about 1.3 k
@@ -47,16 +47,16 @@ def largest(
     """
     layout = scope.layout
     if ops.dynamic_shapes:
-        found = _candidates(ops, scope, r, k, most, found)
-        code = ops.float_bits(ops.gather(r, found))
+        candidates = _candidates(ops, scope, r, k, limits, passing)
+        code = ops.float_bits(ops.gather(r, candidates))
         bits = code % (1 << _BITS)
-        selection: Selection = Indexed(ops, layout, found)
-        last, hint = _last_of_sorted(ops, scope, found, bits, k)
+        selection: Selection = Indexed(ops, layout, candidates)
+        last, hint = _last_of_sorted(ops, scope, candidates, bits, k)
     else:
         code = ops.float_bits(r)
         bits = code % (1 << _BITS)
         selection = Masked(ops, layout, bits > 0)
-        last = _last_of_layers(ops, scope, r, k, most)
+        last = _last_of_layers(ops, scope, r, k, limits)
         hint = ops.full((scope.count,), float("inf"), "float32")
     last_of_item = selection.of_layer(scope.of_layers(ops, last))
     selection, code = selection.only((bits > 0) & (bits >= last_of_item), code)
@@ -81,34 +81,36 @@ def _dropped(selected: tuple[Selection, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _candidates(
-    ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int], found: Tensor | None
+    ops: Ops, scope: Scope, r: Tensor, k: Tensor, limits: Sequence[int], passing: Tensor | None
 ) -> Tensor:
     """Return indices of at least the k largest of each group, or of all nonzeros; ascending."""
 
-    def short_of(found: Tensor) -> Tensor:
-        return scope.count_of(ops, found) < k
+    def short_of(index: Tensor) -> Tensor:
+        return scope.count_of(ops, index) < k
 
-    def again(found: Tensor, short: Tensor, bound: Tensor) -> Tensor:
+    def again(candidates: Tensor, short: Tensor, bound: Tensor) -> Tensor:
         """Scan only the groups with too few candidates."""
-        kept = ops.nonzero(~ops.gather(short, scope.of_index(ops, found)))
+        kept = ops.nonzero(~ops.gather(short, scope.of_index(ops, candidates)))
         more = ops.find(r, of_blocks(ops, scope, ops.where(short, bound, float("inf"))))
-        return ops.sort(ops.concat((ops.gather(found, kept), more)))
+        return ops.sort(ops.concat((ops.gather(candidates, kept), more)))
 
-    found = ops.full((0,), 0) if found is None else found
-    short = short_of(found)
+    candidates = ops.full((0,), 0) if passing is None else passing
+    short = short_of(candidates)
     large = ops.words(scope.sizes) > _SMALL
     zero = ops.full((scope.count,), 0.0, "float32")
     bound = ops.cond(
-        _some(ops, short & large), lambda: _bound_by_sample(ops, scope, r, k, most), lambda: zero
+        _some(ops, short & large), lambda: _bound_by_sample(ops, scope, r, k, limits), lambda: zero
     )
     bound = ops.where(large, bound, 0.0)
     for factor in (0.25, 0.0, 0.0):
-        found = ops.cond(
-            _some(ops, short), partial(again, found, short, bound), partial(lambda f: f, found)
+        candidates = ops.cond(
+            _some(ops, short),
+            partial(again, candidates, short, bound),
+            partial(lambda f: f, candidates),
         )
-        short = short_of(found) & (bound > 0)
+        short = short_of(candidates) & (bound > 0)
         bound = bound * factor
-    return found
+    return candidates
 
 
 def of_blocks(ops: Ops, scope: Scope, bound: Tensor) -> Tensor:
@@ -117,7 +119,7 @@ def of_blocks(ops: Ops, scope: Scope, bound: Tensor) -> Tensor:
     return ops.gather(scope.of_layers(ops, bound), table)
 
 
-def _bound_by_sample(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int]) -> Tensor:
+def _bound_by_sample(ops: Ops, scope: Scope, r: Tensor, k: Tensor, limits: Sequence[int]) -> Tensor:
     """Estimate for each group a magnitude that somewhat more than k elements reach."""
     layout = scope.layout
     index, layer = ops.table(layout, "sample"), ops.table(layout, "layer_of_sample")
@@ -130,21 +132,21 @@ def _bound_by_sample(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequenc
     counts = ops.reshape(counts, (scope.count, _BINS))
     reached = ops.reshape(ops.cumsum(ops.reshape(counts, (-1,))), (scope.count, _BINS))
     reached = reached - reached[:, :1] + counts[:, :1]
-    target = ops.reshape(k + ops.words(scope.slack(most)), (-1, 1))
+    target = ops.reshape(k + ops.words(scope.slack(limits)), (-1, 1))
     below = ops.sum(ops.cast(reached < target, "int64"), -1)
     bits = ops.where(below < _BINS - 1, ops.maximum(top - below, 0), 0)
     return ops.bits_float(bits * (1 << _FINE))
 
 
 def _last_of_sorted(
-    ops: Ops, scope: Scope, found: Tensor, bits: Tensor, k: Tensor
+    ops: Ops, scope: Scope, candidates: Tensor, bits: Tensor, k: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Sort the candidates; return the bits of each group's k-th largest and the next hint."""
-    group = scope.of_index(ops, found)
+    group = scope.of_index(ops, candidates)
     limit = (1 << _BITS) - 1
     ascending = ops.sort(group * (1 << _BITS) + (limit - bits))
     ascending = ops.concat((ascending, ops.full((1,), limit)))
-    count = scope.count_of(ops, found)
+    count = scope.count_of(ops, candidates)
     start = ops.cumsum(count) - count
 
     def magnitude(rank: Tensor) -> Tensor:
@@ -159,7 +161,7 @@ def _last_of_sorted(
     return ops.where(few, 0, magnitude(k)), ops.where(few, 0.0, hint)
 
 
-def _last_of_layers(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence[int]) -> Tensor:
+def _last_of_layers(ops: Ops, scope: Scope, r: Tensor, k: Tensor, limits: Sequence[int]) -> Tensor:
     """Return the bits of each group's k-th largest with static shapes, layer by layer."""
     layout, magnitude = scope.layout, ops.abs(r)
     if scope.whole:
@@ -170,7 +172,7 @@ def _last_of_layers(ops: Ops, scope: Scope, r: Tensor, k: Tensor, most: Sequence
         ops.gather(ops.float_bits(ops.largest(piece, m)), k[group : group + 1] - 1)
         if m
         else ops.full((1,), 0)
-        for group, (piece, m) in enumerate(zip(pieces, most))
+        for group, (piece, m) in enumerate(zip(pieces, limits))
     ]
     return ops.concat(last)
 
@@ -197,7 +199,7 @@ def _without_surplus(
     def of_item(groups: Tensor) -> Tensor:
         return selection.of_layer(scope.of_layers(ops, groups))
 
-    room = k - per_group(greater)
+    ties_kept = k - per_group(greater)
     first = turn * k % ops.words([max(size, 1) for size in scope.sizes])
     number = selection.index_of_items() - selection.of_layer(ops.words(scope.starts()))
     early = ops.cast(number < of_item(first), "int64") * tie
@@ -205,5 +207,5 @@ def _without_surplus(
     before = ops.cumsum(ties) - ties
     rank = ops.cumsum(tie) - of_item(before)  # from 1, in the order of indices
     rank = rank + ops.where(early > 0, of_item(ties - earlies), of_item(0 - earlies))
-    kept = (greater > 0) | (rank <= of_item(room))
+    kept = (greater > 0) | (rank <= of_item(ties_kept))
     return selection.only(kept & (tie + greater > 0), code)

@@ -242,9 +242,9 @@ class Float(ValueCoding):
         return ops.reshape(ops.peaks(values), (-1, 1))
 
     def _decoded(self, ops: Ops, codes: Tensor, count: Any) -> Tensor:
-        room, weight = ops.zeros((_padded(count, 2),)), ops.reals((1.0,))
+        out, weight = ops.zeros((_padded(count, 2),)), ops.reals((1.0,))
         codes = ops.reshape(codes, (1, -1))
-        return ops.add_floats(_NO_BANDS, None, room, codes, None, 16, weight)[:count]
+        return ops.add_floats(_NO_BANDS, None, out, codes, None, 16, weight)[:count]
 
 
 class _Grouped(ValueCoding):

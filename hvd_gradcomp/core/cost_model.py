@@ -288,8 +288,8 @@ def step_seconds(
     now = [time + max(backward - since, 0.0) for time in now]
     while waiting:
         further = []
-        for row, done, there in waiting:
-            now = [max(time, there) + b.work[done + 1] for time, b in zip(now, row)]
+        for row, done, arrival in waiting:
+            now = [max(time, arrival) + b.work[done + 1] for time, b in zip(now, row)]
             if done + 1 < len(row[0].asks):
                 free = max(free, *now) + _travels(row, done + 1, link, size)
                 further.append((row, done + 1, free))

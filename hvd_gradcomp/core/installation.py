@@ -24,8 +24,8 @@ def require_horovod(framework: str) -> None:
         ImportError: it cannot be imported; the message says what helps.
     """
     try:
-        found = importlib.import_module(f"horovod.{framework}")
-        if not hasattr(found, "init"):  # the import only prints that
+        module = importlib.import_module(f"horovod.{framework}")
+        if not hasattr(module, "init"):  # the import only prints that
             raise ImportError(f"Extension horovod.{framework} has not been built")
     except ImportError as error:
         first: BaseException = error  # TensorFlow reports only that Keras cannot be imported

@@ -118,8 +118,8 @@ def traits_of(layers: Sequence[Layer]) -> list[Traits]:
             if matrices and module is matrices[-1]:
                 roles[place].add("last")
     return [
-        Traits(name, prod(shape), frozenset(found))
-        for (name, shape, _), found in zip(layers, roles)
+        Traits(name, prod(shape), frozenset(layer_roles))
+        for (name, shape, _), layer_roles in zip(layers, roles)
     ]
 
 

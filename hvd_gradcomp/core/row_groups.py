@@ -56,7 +56,7 @@ class RowGroups:
         >>> RowGroups((RowGroup(0, 3, 10),)).between(5, 22).runs[:2]
         (RowGroup(start=0, rows=1, length=5), RowGroup(start=5, rows=1, length=10))
         """
-        found: list[RowGroup] = []
+        runs: list[RowGroup] = []
         number, first = 0, None
         for run in self.runs:
             low, high = max(begin, run.start), min(end, run.end)
@@ -69,6 +69,6 @@ class RowGroups:
                 parts = [(low, head, 1), (head, tail, last - whole), (tail, high, 1)]
                 for start, stop, rows in parts if head <= tail else [(low, high, 1)]:
                     if stop > start:
-                        found.append(RowGroup(start - begin, rows, (stop - start) // rows))
+                        runs.append(RowGroup(start - begin, rows, (stop - start) // rows))
             number += run.rows
-        return RowGroups(tuple(found), first or 0)
+        return RowGroups(tuple(runs), first or 0)

@@ -154,12 +154,12 @@ def attribute(name: str, what: str) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise  # the module is there; what it imports is not
         raise NoSuchNameError(f"{name}: no module {module!r} from {os.getcwd()}") from error
-    if not hasattr(found, attribute):
-        nearest = did_you_mean(attribute, vars(found))
+    if not hasattr(imported, attribute):
+        nearest = did_you_mean(attribute, vars(imported))
         raise NoSuchNameError(f"{name}: module {module!r} has no {attribute!r}{nearest}")
-    return getattr(found, attribute)
+    return getattr(imported, attribute)

@@ -173,7 +173,7 @@ class Partition(Handover):
         traits = traits_of(layers)
         rest = [c for rule, c in self.rules if rule == Named("*")]
         rules = [(rule, c) for rule, c in self.rules if rule != Named("*")]
-        found: list[Compressor] = []
+        compressors: list[Compressor] = []
         matched: set[int] = set()
         for layer in traits:
             hits = [i for i, (rule, _) in enumerate(rules) if rule.matches(layer)]
@@ -189,7 +189,7 @@ class Partition(Handover):
                 raise ValueError(
                     f'partition: no rule matches {layer.name}; end with ("*", ...) for the rest'
                 )
-            found.append(chosen.pop() if hits else rest[0])
+            compressors.append(chosen.pop() if hits else rest[0])
         for place, (rule, _) in enumerate(rules):
             if place not in matched:
                 names = ", ".join(t.name for t in traits[:8])
@@ -197,7 +197,7 @@ class Partition(Handover):
                     f"partition: {rule!r} matches no layer; there are {names}"
                     + (f" and {len(traits) - 8} more" if len(traits) > 8 else "")
                 )
-        return found
+        return compressors
 
     def init(self, ops: Ops, layout: Layout) -> State:
         raise TypeError("a partition has no state: each of its compressors has buckets of its own")

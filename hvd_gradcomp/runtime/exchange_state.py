@@ -15,7 +15,7 @@ class ExchangeState(NamedTuple):
 
     Attributes:
         number: of the fragment, or a negative number for something else.
-        asked: 1 in `exchange()`, where ranks may have made different numbers of steps.
+        explicit: 1 in `exchange()`, where ranks may have made different numbers of steps.
         exchanges: of the same before.
         clock: steps that the schedule counts.
         moved: above 0 if the rank has made a step since it had the global parameters.
@@ -24,7 +24,7 @@ class ExchangeState(NamedTuple):
     """
 
     number: int
-    asked: int
+    explicit: int
     exchanges: int
     clock: int
     moved: int
@@ -44,7 +44,7 @@ def out_of_step(states: States, counted: bool = True) -> OutOfStepError | None:
     """
     headers = {
         rank: StepHeader(
-            Kind.REQUESTED_EXCHANGE if state.asked else Kind.EXCHANGE,
+            Kind.REQUESTED_EXCHANGE if state.explicit else Kind.EXCHANGE,
             state.exchanges,
             part=state.number,
             clock=state.clock,

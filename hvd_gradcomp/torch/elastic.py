@@ -138,9 +138,9 @@ class CompressedOptimizer(StateHandler):
 
     @property
     def _synchronizer(self) -> GradSynchronizer:
-        found = synchronizer_of(self.value)
-        assert found is not None
-        return found
+        synchronizer = synchronizer_of(self.value)
+        assert synchronizer is not None
+        return synchronizer
 
     @property
     def reducer(self) -> Reducer:

@@ -129,7 +129,7 @@ def encoded(compressor, ops, layout, step, gradient, state):
         return encode_step(compressor, ops, layout, None, step, gradient, state)[0].body
     if compressor in LEADER:
         topk, scope = compressor.topk, Scope(layout, whole=False)
-        quota = ops.words(topk.most(layout))
+        quota = ops.words(topk.limits(layout))
         return topk.select(ops, scope, step, state.memory.r + gradient, quota, None)[1]
     return compressor.encode(ops, compressor.row_groups(layout), gradient, ops.key(step, 5))[
         "codes"

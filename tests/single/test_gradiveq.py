@@ -434,9 +434,11 @@ def test_the_ratio_that_was_asked_for_is_done(ratio):
     planned = plan(compressor, layers, 1 << 30)
     for one, layout in planned:
         for cut in one.slicing.slices(layout):
-            assert cut.room == max(1, int(cut.length / ratio)), cut
+            assert cut.max_dimensions == max(1, int(cut.length / ratio)), cut
             if cut.length % ratio == 0:
-                assert cut.slices * cut.room <= 1.05 * cut.size / ratio, "few zeros are projected"
+                assert cut.slices * cut.max_dimensions <= 1.05 * cut.size / ratio, (
+                    "few zeros are projected"
+                )
             filters = cut.shape[0]
             assert cut.length % filters == 0, "gradients of one input stay together"
     assert not worth.warnings(compressor, planned, 2)
@@ -448,7 +450,7 @@ def test_the_ratio_that_was_asked_for_is_done(ratio):
         steps = 1024 // ratio + 1
         assert f"ask for sample_steps={steps}, a smaller slice_size=" in line
         enough = GradiVeQCompressor(ratio=ratio, slice_size=1024, sample_steps=steps, reuse=1)
-        assert enough.slicing.slices(layout)[0].room == 1024 // ratio
+        assert enough.slicing.slices(layout)[0].max_dimensions == 1024 // ratio
 
 
 def test_samples_come_from_all_slices():
@@ -495,9 +497,9 @@ def test_the_threshold_holds_for_gradients_that_the_basis_has_not_seen():
     (cut,) = compressor.slicing.slices(layout)
     for _ in range(20):
         world.step([torch.from_numpy(random.standard_normal(layout.size).astype("f4"))])
-    assert cut.room < 32
+    assert cut.max_dimensions < 32
     # 0.3 cannot be met with these samples: all that there is room for is used, and no less.
-    assert world.states[0].dimensions.tolist() == [cut.room]
+    assert world.states[0].dimensions.tolist() == [cut.max_dimensions]
     few = np.linalg.qr(random.standard_normal((32, 4)))[0]
     world = World(compressor, TorchOps(), layout, 1)
     for _ in range(20):

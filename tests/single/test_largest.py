@@ -174,7 +174,7 @@ def arrived(compressor, gradient, velocity):
 def test_bytes_equal_the_formula(compressor):
     sizes = (3000, 40, 500)
     layout = Layout(("a", "b", "c"), tuple((n,) for n in sizes))
-    k = sum(compressor.most(layout))
+    k = sum(compressor.limits(layout))
     low = int(math.log2((layout.size - 1) / k))
     indices = {
         "elias_fano": 4 * low * -(-k // 32) + 4 * -(-(k + ((layout.size - 1) >> low)) // 32),

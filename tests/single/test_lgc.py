@@ -692,7 +692,7 @@ def test_the_innovation_is_the_largest_tenth_of_each_layer(seed, share):
     compressor = LGCCompressor("parameter_server", alpha=0.1, innovation=share)
     index, values, expected = [], [], {}
     for layer, (offset, size) in enumerate(zip(layout.offsets, layout.sizes)):
-        limit = compressor.topk.most(layout)[layer]
+        limit = compressor.topk.limits(layout)[layer]
         real = random.integers(0, limit + 1)  # fewer where a layer has zeros
         of_layer = np.sort(random.choice(size, real, replace=False)) + offset
         theirs = (random.standard_normal(real) * 10.0 ** (3 * layer)).round(1)

@@ -113,13 +113,13 @@ class Balanced(Composite, Handover):
         """Code of the values."""
         return VALUES[self.values]
 
-    def room(self, count: int, ranks: int) -> int:
+    def slots(self, count: int, ranks: int) -> int:
         """Return how many elements fit into a message, if ranks choose so many."""
         return min(count, ceil(self.slack * count / ranks))
 
     def two_shot(self, layout: Layout, count: int, ranks: int) -> Exchange:
         """Return the exchange of so many elements by owners."""
-        parts = Message.of(layout, self.room(count, ranks), self.coding, _NO_GROUPS).parts()
+        parts = Message.of(layout, self.slots(count, ranks), self.coding, _NO_GROUPS).parts()
         return two_shot_exchange(float(wire.packed_bytes(parts)), ranks)
 
     def exchange_of(self, layout: Layout, ranks: int) -> Exchange | None:
@@ -137,12 +137,12 @@ class Balanced(Composite, Handover):
     def message(self, ops: Ops, layout: Layout, ranks: int, level: CapacityLevel) -> Message:
         """Return the body of a message to or from an owner, at one level."""
         if isinstance(level.capacity, int):
-            return Message.of(layout, self.room(level.capacity, ranks), self.coding, _NO_GROUPS)
-        rooms = [self.room(count, ranks) for count in self.schedule(layout, ranks).capacities]
-        low = [low_bits(room, layout.sink) for room in (*rooms, 1)]
-        room = ops.choice((*rooms, 1), level.index)
-        code = EliasFano(1, room, layout.sink, ops.choice(low, level.index))
-        return Message(layout, room, code, self.coding, _NO_GROUPS)
+            return Message.of(layout, self.slots(level.capacity, ranks), self.coding, _NO_GROUPS)
+        slots = [self.slots(count, ranks) for count in self.schedule(layout, ranks).capacities]
+        low = [low_bits(count, layout.sink) for count in (*slots, 1)]
+        count = ops.choice((*slots, 1), level.index)
+        code = EliasFano(1, count, layout.sink, ops.choice(low, level.index))
+        return Message(layout, count, code, self.coding, _NO_GROUPS)
 
     def of_layers(self, layers: Sequence[Layer], ranks: int) -> list[Compressor]:
         """Return the method itself where its own exchange brings ranks fewer bytes."""

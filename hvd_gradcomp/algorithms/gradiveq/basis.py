@@ -66,12 +66,13 @@ def _bases(slicing: Slicing, ops: Ops, layout: Layout, state: GradiVeQState) -> 
             end = start + cut.rows * cut.length
             part_samples, energy = samples[:, start:end], samples[:, end]
             start = end + 1
-            found, used = _basis(slicing, ops, cut, part_samples, ops.cast(energy, "float64"))
-            count = found.energy.shape[0]
-            basis = found.vectors[:, count - cut.room :]  # [length, room], the strongest last
-            column = ops.arange(cut.room) >= cut.room - used
+            pca, used = _basis(slicing, ops, cut, part_samples, ops.cast(energy, "float64"))
+            count = pca.energy.shape[0]
+            # [length, max_dimensions], the strongest last
+            basis = pca.vectors[:, count - cut.max_dimensions :]
+            column = ops.arange(cut.max_dimensions) >= cut.max_dimensions - used
             basis = ops.where(column, basis, 0.0)
-            mean = ops.reshape(found.mean, (1, cut.length))
+            mean = ops.reshape(pca.mean, (1, cut.length))
             inside = ops.matmul(ops.matmul(mean, basis), ops.transpose(basis, (1, 0)))
             bases.append(ops.reshape(ops.cast(basis, "float32"), (-1,)))
             offsets.append(ops.reshape(ops.cast(mean - inside, "float32"), (-1,)))
@@ -95,8 +96,8 @@ def _basis(
 
     everything = components(ops, *part(0, slicing.sample_steps))
     if slicing.loss_threshold is None:
-        return everything, ops.full((1,), cut.room)
+        return everything, ops.full((1,), cut.max_dimensions)
     fitted = slicing.fitted_steps
-    found = components(ops, *part(0, fitted))
+    pca = components(ops, *part(0, fitted))
     share = part(fitted if fitted < slicing.sample_steps else 0, slicing.sample_steps)
-    return everything, dimension(ops, found, *share, slicing.loss_threshold, cut.room)
+    return everything, dimension(ops, pca, *share, slicing.loss_threshold, cut.max_dimensions)

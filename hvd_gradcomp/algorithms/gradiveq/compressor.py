@@ -104,7 +104,7 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
         TypeError: `sampling` or `other` is not a compressor, or one that takes momentum over.
 
     >>> cut = GradiVeQCompressor(ratio=8).slicing.slices_of((64, 16, 3, 3), filters_last=False)
-    >>> cut.slices, cut.length, cut.room
+    >>> cut.slices, cut.length, cut.max_dimensions
     (9, 1024, 128)
     """
 
@@ -219,7 +219,7 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
         if self.ratio is None:
             return None
         cut = self.slicing.slices_of(tuple(shape), filters_last=False)
-        return 4 * cut.slices * cut.room
+        return 4 * cut.slices * cut.max_dimensions
 
     # -- whether it pays -----------------------------------------------------------------------
 
@@ -251,10 +251,10 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
     def _fewer_dimensions(self, layouts: Sequence[Layout]) -> list[str]:
         """Return a warning if a basis cannot have as many dimensions as `ratio` asks for."""
         fewer = [
-            (f"{name} {cut.length / cut.room:.3g}", self.slicing.steps_for(cut))
+            (f"{name} {cut.length / cut.max_dimensions:.3g}", self.slicing.steps_for(cut))
             for layout in layouts
             for name, cut in zip(layout.names, self.slicing.slices(layout))
-            if cut.room < self.slicing.min_components(cut.length)
+            if cut.max_dimensions < self.slicing.min_components(cut.length)
         ]
         if not fewer:
             return []
@@ -283,7 +283,7 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
     def start(self, ops: Ops, layout: Layout, ranks: int) -> GradiVeQState:
         cuts = self.slicing.slices(layout)
         sizes = sizes_of(cuts)
-        dimensions = [s.room for s in cuts for _ in range(s.groups)]
+        dimensions = [s.max_dimensions for s in cuts for _ in range(s.groups)]
         return GradiVeQState(
             samples=ops.zeros((self.sample_steps * sizes.samples,)),
             basis=ops.zeros((sizes.basis,)),
@@ -333,8 +333,8 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
             return total, state._replace(r=kept.r)
         r = state.r
         if self.feedback and isinstance(between, LinearCompressor) and between.itemsize < 4:
-            there = between.from_code(ops, context.layout, between.to_code(ops, gradient))
-            missed = gradient - there
+            rounded = between.from_code(ops, context.layout, between.to_code(ops, gradient))
+            missed = gradient - rounded
             # The allreduced sum reveals non-finite values.
             r = r + ops.where(missed - missed == 0, missed, 0.0)
         total, inner = yield from between.aggregate(ops, context, gradient, state.sampling)
@@ -360,7 +360,7 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
             share = 1.0 / (weight * context.size)
             missed = gradient - projection.decode(self.slicing, ops, layout, code, state, share)
             state = state._replace(r=state.r * (1.0 - self.drain) + missed)
-        mean = projection.decode(self.slicing, ops, layout, total[:-1], state, room=gradient)
+        mean = projection.decode(self.slicing, ops, layout, total[:-1], state, out=gradient)
         sent = state.sent + projection.coefficients(self.slicing, ops, layout, state)
         return mean, state._replace(loss=loss, sent=sent)
 
@@ -379,9 +379,11 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
     def rehearsed(self, ops: Ops, layout: Layout, state: GradiVeQState, step: int) -> GradiVeQState:
         bases: list[Tensor] = []
         for cut in self.slicing.slices(layout):
-            shape = cut.length, cut.room
+            shape = cut.length, cut.max_dimensions
             for _ in range(cut.groups):
-                noise = ops.uniform(ops.key(step, len(bases)), cut.length * cut.room) - 0.5
+                noise = (
+                    ops.uniform(ops.key(step, len(bases)), cut.length * cut.max_dimensions) - 0.5
+                )
                 bases.append(ops.reshape(ops.orthogonalize(ops.reshape(noise, shape)), (-1,)))
         return state._replace(start=ops.host(step - self.sample_steps), basis=ops.concat(bases))
 
@@ -423,8 +425,8 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
         bases = {}
         for shape, layers in shapes.items():
             count = sum(int(several.shape[0]) for several in layers)
-            own = replace(self, sample_steps=count, sampling="none", feedback=False)
+            compressor = replace(self, sample_steps=count, sampling="none", feedback=False)
             layout = Layout(("tensor",), (shape,), block=1, filters_last=filters_last)
-            state = own.init(ops_of(layers[0]), layout)
-            bases[shape] = stock.fit(stock.Fitted(own.slicing, layout, state), layers)
+            state = compressor.init(ops_of(layers[0]), layout)
+            bases[shape] = stock.fit(stock.Fitted(compressor.slicing, layout, state), layers)
         return stock.FittedGradiVeQ(bases)

@@ -22,22 +22,22 @@ class Group(NamedTuple):
 
 def groups_of(slicing: Slicing, ops: Ops, layout: Layout, state: GradiVeQState) -> list[Group]:
     """Return all groups of slices that share a basis, in order."""
-    found = []
+    groups = []
     start = offset = number = 0
     for cut in slicing.slices(layout):
         for group in range(cut.groups):
-            basis = state.basis[start : start + cut.length * cut.room]
-            basis = ops.reshape(basis, (cut.length, cut.room))
-            used: Any = cut.room
+            basis = state.basis[start : start + cut.length * cut.max_dimensions]
+            basis = ops.reshape(basis, (cut.length, cut.max_dimensions))
+            used: Any = cut.max_dimensions
             if slicing.loss_threshold is not None and ops.dynamic_shapes:
                 used = ops.staged(state.dimensions[number])
-                basis = basis[:, cut.room - used :]
+                basis = basis[:, cut.max_dimensions - used :]
             beside = ops.reshape(state.offset[offset : offset + cut.length], (1, cut.length))
-            found.append(Group(cut, group, used, basis, beside))
-            start += cut.length * cut.room
+            groups.append(Group(cut, group, used, basis, beside))
+            start += cut.length * cut.max_dimensions
             offset += cut.length
             number += 1
-    return found
+    return groups
 
 
 def encode(
@@ -72,12 +72,12 @@ def decode(
     code: Tensor,
     state: GradiVeQState,
     share: float = 1.0,
-    room: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Decode coefficients to slices, plus `share` times the offset of the basis.
 
     Args:
-        room: buffer for the result; donated. None to allocate one.
+        out: buffer for the result; donated. None to allocate one.
     """
     pieces: list[Any] = []
     rows: list[Any] = []
@@ -99,7 +99,7 @@ def decode(
         done = cut.start + cut.size
     if layout.size > done:
         pieces.append(ops.zeros((layout.size - done,)))
-    return ops.assemble(ops.zeros((layout.size,)) if room is None else room, pieces)
+    return ops.assemble(ops.zeros((layout.size,)) if out is None else out, pieces)
 
 
 def coefficients(slicing: Slicing, ops: Ops, layout: Layout, state: GradiVeQState) -> Tensor:

@@ -27,7 +27,7 @@ class Slices(NamedTuple):
     slices: int  # number of them; the last one is padded with zeros
     reuse: int  # neighbours that share a basis
     rows: int  # slices of each basis that a sampling step records
-    room: int  # maximum number of dimensions of a basis
+    max_dimensions: int  # maximum number of dimensions of a basis
 
     @property
     def groups(self) -> int:
@@ -66,7 +66,7 @@ def sizes_of(cuts: Iterable[Slices]) -> Sizes:
     """Sum the sizes over layers."""
     sizes = Sizes(0, 0, 0, 0)
     for s in cuts:
-        of_group = Sizes(s.rows * s.length + 1, s.length * s.room, s.length, 1)
+        of_group = Sizes(s.rows * s.length + 1, s.length * s.max_dimensions, s.length, 1)
         sizes = Sizes(*(total + s.groups * size for total, size in zip(sizes, of_group)))
     return sizes
 
@@ -95,7 +95,7 @@ class Slicing:
         """Return the sampling steps that give enough samples for `min_components`."""
         return self.min_components(cut.length) // cut.reuse + 1
 
-    def _room(self, length: int, rows: int) -> int:
+    def _max_dimensions(self, length: int, rows: int) -> int:
         """Return the maximum number of dimensions of a basis."""
         samples = rows * self.sample_steps
         if self.ratio is not None:
@@ -124,19 +124,19 @@ class Slicing:
         count = -(-size // length)
         reuse = max(1, min(self.reuse or count, count))
         rows = self._rows(length, reuse)
-        room = self._room(length, rows)
-        return Slices(start, size, shape, order, length, count, reuse, rows, room)
+        max_dimensions = self._max_dimensions(length, rows)
+        return Slices(start, size, shape, order, length, count, reuse, rows, max_dimensions)
 
     def _length(self, filters: int, depth: int, size: int) -> int:
         """Return the length of a layer's slices."""
         if self.slice_size is not None or not size:
             return max(1, min(self.slice_size or 1, size))
-        most = min(self.max_slice, size)
-        if filters * depth < size and filters * depth <= most:
-            most = filters * depth
-        elif filters <= most:
-            most = most // filters * filters
-        lengths = range(most, 0, -min(filters, most))
+        longest = min(self.max_slice, size)
+        if filters * depth < size and filters * depth <= longest:
+            longest = filters * depth
+        elif filters <= longest:
+            longest = longest // filters * filters
+        lengths = range(longest, 0, -min(filters, longest))
         enough = [n for n in lengths if self._samples(-(-size // n)) > self.min_components(n)]
         full = [n for n in enough if -(-size // n) * n <= _FILLED * size]
         return (full or enough or lengths[-1:])[0]
@@ -151,7 +151,9 @@ class Slicing:
         Args:
             dimensions: of each basis; None for the maximum.
         """
-        counts = iter(dimensions or [s.room for s in self.slices(layout) for _ in range(s.groups)])
+        counts = iter(
+            dimensions or [s.max_dimensions for s in self.slices(layout) for _ in range(s.groups)]
+        )
         used = (s.members(g) * next(counts) for s in self.slices(layout) for g in range(s.groups))
         return 4 * (sum(used) + 2)
 

@@ -13,7 +13,7 @@ class GradiVeQState(NamedTuple):
     samples: (
         Tensor  # float32 [sample_steps * sum over groups of (rows * length + 1)], the energy last
     )
-    basis: Tensor  # float32 [sum over groups of length * room]
+    basis: Tensor  # float32 [sum over groups of length * max_dimensions]
     offset: Tensor  # float32 [sum over groups of length], the mean's part outside the basis
     dimensions: Tensor  # int64 [groups], on the host
     start: Tensor  # int64 [] step at which the cycle began to sample, on the host

@@ -118,8 +118,8 @@ class LGCCompressor(Clipping, Learned, Handover):
     added to the values when the element is selected again; with the ring only while values
     travel, in a training, since codes with large owed parts say little about the mean.
 
-    *The loss*, in `compression_stats(...).losses`: `||asked - decoded||^2 / ||asked||^2`, where
-    `asked` is the mean over ranks of the selected vectors, at the indices of the leader or the
+    *The loss*, in `compression_stats(...).losses`: `||target - decoded||^2 / ||target||^2`, where
+    `target` is the mean over ranks of the selected vectors, at the indices of the leader or the
     common rank. No rank knows that mean, so each step the ranks exchange their values at 16 of
     the indices, in turn; sums of squares decay by a tenth per step. A server reports it a step
     late.
@@ -170,7 +170,7 @@ class LGCCompressor(Clipping, Learned, Handover):
     values: str = "float32"
 
     replicated = frozenset({"start", "ready", "drifted"})
-    reset_on_merge = frozenset({"hint", "asked"})
+    reset_on_merge = frozenset({"hint", "sampled"})
     whole_model = True
 
     def __post_init__(self) -> None:
@@ -312,8 +312,8 @@ class LGCCompressor(Clipping, Learned, Handover):
         size = prod(shape)
         count = self.topk.count(size)
         if self.by_server:
-            own = count_of(count, self.innovation)
-            return own * (4 + self.topk.coding.bits(size, own) / 8)
+            innovation_count = count_of(count, self.innovation)
+            return innovation_count * (4 + self.topk.coding.bits(size, innovation_count) / 8)
         units = count * self.signs / 8 + 4 * (self.scale == "layer")
         return count * (1 + self.topk.coding.bits(size, count) / 8) + units
 
@@ -384,7 +384,7 @@ class LGCCompressor(Clipping, Learned, Handover):
             "moments": self.trainer.no_moments(ops, encoder, decoder),
             "late": ops.zeros(()),
             "seen": ops.zeros((2,)),
-            "asked": ops.zeros((2, SAMPLED)) if self.by_server else (),
+            "sampled": ops.zeros((2, SAMPLED)) if self.by_server else (),
         }
 
     def retrained(self, ops: Ops, state: LGCState, step: Any) -> LGCState:
@@ -488,7 +488,7 @@ def _chosen(
     if value is None:
         return {i for i, layer in enumerate(traits_of(layers)) if role in layer.roles}
     wanted = (value,) if isinstance(value, str) else value
-    found: set[int] = set()
+    selected: set[int] = set()
     for pattern in wanted:
         hits = {
             place
@@ -501,8 +501,8 @@ def _chosen(
                 + ", ".join(title for title, _, _ in layers[:8])
                 + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
             )
-        found |= hits
-    return found
+        selected |= hits
+    return selected
 
 
 def _named(layers: Sequence[Layer], places: set[int]) -> str:

@@ -166,10 +166,11 @@ class Ring:
         owed = ops.gather(state.owed, index) if exact else 0.0
         state = selection.commit(ops, state, index)
         if exact:
-            own, memory = ops.where(index < layout.sink, decoded[1], 0.0), state.memory
-            memory = memory._replace(r=ops.clear_last(ops.put(memory.r, index, values - own)))
+            own_decoded, memory = ops.where(index < layout.sink, decoded[1], 0.0), state.memory
+            r = ops.put(memory.r, index, values - own_decoded)
+            memory = memory._replace(r=ops.clear_last(r))
             state = state._replace(memory=memory)
-            state = selection.set_owed(ops, state, index, owed + own - back)
+            state = selection.set_owed(ops, state, index, owed + own_decoded - back)
         sampled = total[length:]
         state = training.update_loss(ops, state, sampled, ops.gather(back, spots) - sampled)
         return result, self.trainer.update_drift(ops, state)
@@ -181,9 +182,9 @@ class Ring:
     ) -> training.Loss:
         """Return loss (11) of the ranks' values, [ranks, selected]."""
         layout, (ranks, count) = context.layout, sent.shape
-        own = ops.reshape(sent, (-1,))[leader * count : (leader + 1) * count]
-        own = ops.reshape(own, (count,))
-        measured = self.units.measure(ops, layout, index, own)
+        leader_values = ops.reshape(sent, (-1,))[leader * count : (leader + 1) * count]
+        leader_values = ops.reshape(leader_values, (count,))
+        measured = self.units.measure(ops, layout, index, leader_values)
         unit = self.units.of_elements(ops, layout, index, measured)
         x = ops.stack([vectors.to_units(ops, sent[rank], unit) for rank in range(ranks)])
         target = ops.reshape(ops.sum(x, 0), (1, -1)) * (1.0 / ranks)

@@ -48,8 +48,8 @@ class Server:
 
     def innovations(self, layout: Layout) -> tuple[int, ...]:
         """Return the number of elements of a worker's innovation in each layer."""
-        most = self.selection.topk.most(layout)
-        return tuple(count_of(count, self.innovation) for count in most)
+        limits = self.selection.topk.limits(layout)
+        return tuple(count_of(count, self.innovation) for count in limits)
 
     def outside(self, layout: Layout, ranks: int) -> int:
         """Return the maximum number of elements in the reply besides the common rank's."""
@@ -68,7 +68,7 @@ class Server:
         return {
             **self.selection.topk.coding.parts(layout, count),
             "values": wire.Part("float32", count),
-            "asked": wire.Part("float32", SAMPLED),
+            "sampled": wire.Part("float32", SAMPLED),
         }
 
     def back_parts(self, layout: Layout, ranks: int) -> dict[str, wire.Part]:
@@ -80,7 +80,7 @@ class Server:
             **topk.coding.parts(layout, capacity),
             **{_OTHERS + name: part for name, part in others.items()},
             "values": wire.Part("float16", capacity + outside),
-            "most": wire.Part("float32", 1),
+            "peak": wire.Part("float32", 1),
             "loss": wire.Part("float32", 1),
             "verdict": wire.Part("uint32", ranks),
         }
@@ -162,11 +162,11 @@ class Server:
         else:
             values = selection.values_to_send(ops, state, index)
         state = vectors.count_sent(ops, layout, state, index)
-        innovated, own = self.innovate(ops, layout, index, values)
+        innovated, innovation_values = self.innovate(ops, layout, index, values)
         layout_parts = self.innovation_parts(layout)
         parts = topk.coding.encode(ops, layout, innovated)
-        parts["values"] = ops.where(innovated < layout.sink, own, 0.0)
-        parts["asked"] = state.asked[0]
+        parts["values"] = ops.where(innovated < layout.sink, innovation_values, 0.0)
+        parts["sampled"] = state.sampled[0]
         body = wire.pack_body(ops, layout_parts, parts)
         message.insert(0, vectors.pack(self.compressor, ops, context, finite, body))
         size = self.compressed_bytes(layout, ranks)
@@ -182,25 +182,25 @@ class Server:
         sums = patterns.check_sum(ops, mean * weight)
         total = ops.clear_last(ops.put(ops.clear(gradient), changed, sums))
         spots = training.spots(ops, context.step, capacity)
-        own = vectors.at(ops, index, values, ops.gather(changed, spots))
+        own_sampled = vectors.at(ops, index, values, ops.gather(changed, spots))
         if selection.exact:
             # Selected values whose index is in the answer move from `r` to `owed`.
-            _, there = vectors.among(ops, ops.sort(changed), index)
+            _, answered = vectors.among(ops, ops.sort(changed), index)
             kept, owed = (ops.gather(x, index) for x in (state.memory.r, state.owed))
-            state = selection.set_owed(ops, state, index, ops.where(there, values, owed))
+            state = selection.set_owed(ops, state, index, ops.where(answered, values, owed))
             owed = ops.gather(state.owed, changed) - mean
             state = selection.set_owed(ops, state, changed, owed)
             memory = state.memory
-            memory = memory._replace(r=ops.put(memory.r, index, ops.where(there, 0.0, kept)))
+            memory = memory._replace(r=ops.put(memory.r, index, ops.where(answered, 0.0, kept)))
             if topk.momentum and topk.masking:  # mask the elements that this rank sent
                 u = ops.put(memory.u, innovated, 0.0)
                 memory = memory._replace(u=ops.put(u, index, 0.0) if rank == common else u)
             state = state._replace(memory=topk.without_sink(ops, memory))
         else:
             state = selection.commit(ops, state, index)
-        sampled = ops.stack((own, ops.gather(mean, spots)))
+        sampled = ops.stack((own_sampled, ops.gather(mean, spots)))
         loss = ops.reshape(loss, ()) * 1.0
-        return total, self.trainer.update_drift(ops, state._replace(asked=sampled, loss=loss))
+        return total, self.trainer.update_drift(ops, state._replace(sampled=sampled, loss=loss))
 
     def innovate(
         self, ops: Ops, layout: Layout, index: Tensor, values: Tensor
@@ -231,7 +231,7 @@ class Server:
         if sound is not None:
             good = ops.sum(ops.cast(sound & fine & header.intact, "int64")) == ranks
             changed = ops.where(good, changed, layout.sink)
-        mean = ops.cast(back["values"], "float32") * back["most"]
+        mean = ops.cast(back["values"], "float32") * back["peak"]
         return changed, ops.where(changed < layout.sink, mean, 0.0), back["loss"]
 
     def reconstruct(
@@ -265,9 +265,9 @@ class Server:
         verdict = ops.where(intact * more > 0, verdict, _DAMAGED)
 
         payload = wire.unpack_body(ops, self.innovation_parts(layout), wire.bodies_of(workers))
-        sampled = ops.reshape(payload.pop("asked"), (ranks, SAMPLED))
+        sampled = ops.reshape(payload.pop("sampled"), (ranks, SAMPLED))
         sampled = ops.sum(sampled, 0) * (1.0 / ranks)
-        state = training.update_loss(ops, state, sampled, state.asked[1] - sampled)
+        state = training.update_loss(ops, state, sampled, state.sampled[1] - sampled)
         payload["values"] = ops.reshape(payload["values"], (ranks, count))
         innovations = vectors.sent_by_ranks(ops, layout, coding, payload, count)
         choice = wire.unpack_body(ops, self.code_parts(layout), wire.bodies_of(extra))
@@ -286,15 +286,15 @@ class Server:
         ]
         outside = _distinct(ops, ops.concat(lonely), layout.sink)[:most_outside]
         others = coding.encode(ops, layout, outside)
-        found = [vectors.at(ops, *innovation, outside) for innovation in innovations]
+        outside_values = [vectors.at(ops, *innovation, outside) for innovation in innovations]
         changed = ops.concat((places, outside))
-        mean = ops.concat((mean, ops.sum(ops.stack(found), 0) * (1.0 / ranks)))
+        mean = ops.concat((mean, ops.sum(ops.stack(outside_values), 0) * (1.0 / ranks)))
         mean = ops.where(changed < layout.sink, mean, 0.0)
-        most = ops.reshape(ops.max(ops.abs(mean)), (1,))
-        most = ops.where(most > 0, most, 1.0)
+        peak = ops.reshape(ops.max(ops.abs(mean)), (1,))
+        peak = ops.where(peak > 0, peak, 1.0)
         back = {name: choice[name] for name in coding.parts(layout, capacity)}
         back |= {_OTHERS + name: part for name, part in others.items()}
-        back |= {"values": mean / most, "most": most, "verdict": verdict}
+        back |= {"values": mean / peak, "peak": peak, "verdict": verdict}
         back["loss"] = ops.reshape(state.loss, (1,))
         body = wire.pack_body(ops, self.back_parts(layout, ranks), back)
         return vectors.pack(self.compressor, ops, context, True, body), state
@@ -312,15 +312,15 @@ class Server:
         begin, end = common * capacity, (common + 1) * capacity
         places = ops.concat([index for index, _ in sent])[begin:end]
         places = ops.reshape(places, (capacity,))
-        found, channels = [], []
-        for index, own in sent:
-            found.append(vectors.at(ops, index, own, places))
-            innovation = self.innovate(ops, layout, index, own)
+        at_common, channels = [], []
+        for index, rank_values in sent:
+            at_common.append(vectors.at(ops, index, rank_values, places))
+            innovation = self.innovate(ops, layout, index, rank_values)
             channels.append(vectors.at(ops, *innovation, places))
-        own = ops.reshape(ops.concat(found)[begin:end], (capacity,))
-        measured = self.units.measure(ops, layout, places, own)
+        common_values = ops.reshape(ops.concat(at_common)[begin:end], (capacity,))
+        measured = self.units.measure(ops, layout, places, common_values)
         unit = self.units.of_elements(ops, layout, places, measured)
-        x = ops.stack([vectors.to_units(ops, vector, unit) for vector in found])
+        x = ops.stack([vectors.to_units(ops, vector, unit) for vector in at_common])
         innovation = ops.stack([vectors.to_units(ops, channel, unit) for channel in channels])
         energy = ops.sum(x * x)
 
@@ -351,7 +351,7 @@ class Server:
             if context.rank == common:
                 state = state._replace(encoder=received)
         state = self.trainer.finish(ops, state, late)
-        return state._replace(asked=state.asked * 0.0)
+        return state._replace(sampled=state.sampled * 0.0)
 
 
 def _distinct(ops: Ops, index: Tensor, sink: int) -> Tensor:

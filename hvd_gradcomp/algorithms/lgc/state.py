@@ -20,7 +20,7 @@ class LGCState(NamedTuple):
     moments: Any  # training.Moments with Adam, else (); rank-local
     late: Tensor  # float32 [], sum of the loss over the last tenth of the training, rank-local
     seen: Tensor  # float32 [2], decaying energies of the error and of the target; the master's
-    asked: Any  # float32 [2, SAMPLED], this rank's values and the replies; server only; rank-local
+    sampled: Any  # float32 [2, SAMPLED], this rank's values and replies; server only; rank-local
     loss: Tensor  # float32 [], the quotient of `seen`; while training the trainer's
     start: Tensor  # int64 [] step at which the training began, on the host
     ready: Tensor  # int64 [] 1 if the autoencoder has converged, on the host

@@ -56,7 +56,7 @@ class Selection:
                 nothing.
         """
         topk, layout = self.topk, context.layout
-        most, capacity = topk.most(layout), topk.capacity(layout)
+        limits, capacity = topk.limits(layout), topk.capacity(layout)
         nothing = ops.full((capacity,), layout.sink)
         if finite is False:
             return Selected(state.memory, nothing, state.hint)
@@ -69,8 +69,8 @@ class Selection:
                 scope,
                 form,
                 context.step,
-                ops.words(most) * flag,
-                most,
+                ops.words(limits) * flag,
+                limits,
                 hint,
                 state.memory,
                 gradient,
@@ -82,11 +82,11 @@ class Selection:
             # TensorFlow's kernel has already removed the values; those that do not fit must stay.
             memory = memory._replace(r=ops.put(memory.r, index, values))
             return Selected(memory, index, ops.where(flag > 0, written.hint, state.hint))
-        found, memory = topk.collected(ops, scope, gradient, state._replace(hint=hint))
+        passing, memory = topk.collected(ops, scope, gradient, state._replace(hint=hint))
 
         def choose() -> tuple[Tensor, Tensor]:
             selection, code, hint = largest(
-                ops, scope, memory.r, ops.words(most), most, context.step, found
+                ops, scope, memory.r, ops.words(limits), limits, context.step, passing
             )
             sent = selection.fitting(code, capacity, context.step)
             return ops.reshape(sent.index, (capacity,)), hint
@@ -257,5 +257,5 @@ def among(ops: Ops, ascending: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 def at(ops: Ops, index: Tensor, values: Tensor, places: Tensor) -> Tensor:
     """Return a sparse vector's values at other indices, 0 if absent; `index` is ascending."""
-    place, there = among(ops, index, places)
-    return ops.where(there, ops.gather(values, place), 0.0)
+    place, present = among(ops, index, places)
+    return ops.where(present, ops.gather(values, place), 0.0)

@@ -72,15 +72,15 @@ class ACPSGDCompressor(FactorCompressor):
             fixed = [ops.orthogonalize(x) for x in split_matrices(ops, last, shapes)]
             operands = matrices if sends_p else [transposed(ops, m) for m in matrices]
             factors = [ops.matmul(m, x) for m, x in zip(operands, fixed)]
-            own = concat_matrices(ops, factors)
-            message = ops.concat([own, *uncompressed, poison])
+            own_factors = concat_matrices(ops, factors)
+            message = ops.concat([own_factors, *uncompressed, poison])
             total = yield Allreduce(message, context.prescale, context.postscale)
             total = patterns.strip_poison(ops, total)
             size = sum(rows * rank for rows, rank in (p_shapes if sends_p else q_shapes))
             other, mean = concat_matrices(ops, fixed), total[:size]
-            own_pair, mean_pair = (own, other), (mean, other)
+            own_pair, mean_pair = (own_factors, other), (mean, other)
             if not sends_p:
-                own_pair, mean_pair = (other, own), (other, mean)
+                own_pair, mean_pair = (other, own_factors), (other, mean)
             r, result = ops.expand_factors(
                 gradient, state.r, layers, own_pair, mean_pair, total[size:]
             )

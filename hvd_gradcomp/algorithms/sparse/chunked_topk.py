@@ -223,26 +223,26 @@ class ChunkedTopKCompressor(Clipping, Handover):
         layout, size = context.layout, context.layout.size
         gradient, _ = self.clipped(ops, context, gradient, extra)
         # In the gradient's memory: if the exchange fails, the state is as before.
-        given = state.r, self.decay, gradient, self.chunk, self.k
-        finite, there, index, values = ops.accumulate_largest_checked(*given)
+        inputs = state.r, self.decay, gradient, self.chunk, self.k
+        finite, accumulated, index, values = ops.accumulate_largest_checked(*inputs)
         exchange = self.exchange_of(layout, context.size)
         if exchange.kind == "two_shot":
-            found = finite, there, index, values
-            return (yield from self.two_shot(ops, context, state, found))
+            selected = finite, accumulated, index, values
+            return (yield from self.two_shot(ops, context, state, selected))
         body = self.body(layout)
         pieces, sent = body.encode(ops, body.groups[0], index, values)
         if exchange.kind == "dense":
             weight = patterns.poison(ops, finite) + 1.0
-            room = ops.zeros((size,))
-            total = ops.add_in_rows(None, room, self.chunk, [index], [sent], weight)
+            out = ops.zeros((size,))
+            total = ops.add_in_rows(None, out, self.chunk, [index], [sent], weight)
             total = yield from patterns.allreduce_bucket(ops, context, total)
             total = patterns.check_sum(ops, total)
-            return total, self.commit(ops, state.r, there, index, sent)
+            return total, self.commit(ops, state.r, accumulated, index, sent)
         groups = body.groups * context.size
         gathered, weights = yield from self.allgather(ops, context, body, groups, pieces, finite)
-        kept, room = (there, state.r) if context.owns_gradient else (state.r, there)
-        state = self.commit(ops, kept, there, index, sent)
-        return self.sum(ops, gathered, weights, room), state
+        kept, out = (accumulated, state.r) if context.owns_gradient else (state.r, accumulated)
+        state = self.commit(ops, kept, accumulated, index, sent)
+        return self.sum(ops, gathered, weights, out), state
 
     def allgather(
         self,
@@ -276,7 +276,7 @@ class ChunkedTopKCompressor(Clipping, Handover):
         ops: Ops,
         context: Context,
         state: Residual,
-        found: tuple[Any, Tensor, Tensor, Tensor],
+        selected: tuple[Any, Tensor, Tensor, Tensor],
     ) -> Program:
         """Sum the chunks of each owner, and choose of the sums.
 
@@ -284,9 +284,9 @@ class ChunkedTopKCompressor(Clipping, Handover):
             ops: the tensor operations.
             context: of the step.
             state: before it.
-            found: of this rank, by `accumulate_largest_checked`.
+            selected: of this rank, by `accumulate_largest_checked`.
         """
-        finite, there, index, largest = found
+        finite, accumulated, index, largest = selected
         size, chunk = context.layout.size, self.chunk
         owned = self.owned(size, context.size)
         cuts = [(first * chunk, min(end * chunk, size)) for first, end in owned]
@@ -312,22 +312,22 @@ class ChunkedTopKCompressor(Clipping, Handover):
         if rows:
             places = [index[:rows] for index, _ in theirs]
             summands = [values[:rows] for _, values in theirs]
-            room = ops.zeros((end - start,))
-            total = ops.add_in_rows(None, room, chunk, places, summands, weights)
-            given = ops.zeros((end - start,)), 1.0, total, chunk, self.k
-            finite, total, *chosen = ops.accumulate_largest_checked(*given)
+            out = ops.zeros((end - start,))
+            total = ops.add_in_rows(None, out, chunk, places, summands, weights)
+            inputs = ops.zeros((end - start,)), 1.0, total, chunk, self.k
+            finite, total, *chosen = ops.accumulate_largest_checked(*inputs)
         # Who owns nothing sends any chunk of its own, which nobody uses.
         pieces, sent_sums = self.encode_shard(ops, body, share, chosen, 0, rows)
         sums, weights = yield from self.allgather(ops, context, body, body.groups, pieces, finite)
-        kept, room = (there, state.r) if context.owns_gradient else (state.r, there)
-        state = self.commit(ops, kept, there, index, sent)
+        kept, out = (accumulated, state.r) if context.owns_gradient else (state.r, accumulated)
+        state = self.commit(ops, kept, accumulated, index, sent)
         if rows:
             left = self.commit(ops, total, total, chosen[0], sent_sums[:rows]).r
             state = Residual(ops.add_slice(state.r, start, left))
         pieces = [
             ops.add_in_rows(
                 None,
-                room[a:b],
+                out[a:b],
                 chunk,
                 [places[: end - first]],
                 [values[: end - first]],
@@ -336,7 +336,7 @@ class ChunkedTopKCompressor(Clipping, Handover):
             for rank, ((a, b), (first, end), (places, values)) in enumerate(zip(cuts, owned, sums))
             if first < end
         ]
-        return ops.assemble(room, pieces), state
+        return ops.assemble(out, pieces), state
 
     def encode_shard(
         self,
@@ -359,14 +359,14 @@ class ChunkedTopKCompressor(Clipping, Handover):
         return ops.reshape(flat, (-1, self.k))
 
     def commit(
-        self, ops: Ops, kept: Tensor, there: Tensor, index: Tensor, sent: Tensor
+        self, ops: Ops, kept: Tensor, accumulated: Tensor, index: Tensor, sent: Tensor
     ) -> Residual:
         """Return the residual: the accumulated gradient minus the sent values.
 
         `kept` is donated, and may be the accumulated gradient.
         """
         less = ops.constants((-1.0,))
-        return Residual(ops.add_in_rows(there, kept, self.chunk, [index], [sent], less))
+        return Residual(ops.add_in_rows(accumulated, kept, self.chunk, [index], [sent], less))
 
     def check_summable(
         self, ops: Ops, context: Context, header: wire.Header, values: Sequence[Tensor]
@@ -378,18 +378,18 @@ class ChunkedTopKCompressor(Clipping, Handover):
         return patterns.check_summable(ops, [ops.reshape(peaks, (-1, 1))], context, header)
 
     def sum(
-        self, ops: Ops, found: Sequence[tuple[Tensor, Tensor]], weights: Tensor, room: Tensor
+        self, ops: Ops, decoded: Sequence[tuple[Tensor, Tensor]], weights: Tensor, out: Tensor
     ) -> Tensor:
-        """Return the weighted sum, or mean, of what `decode` found. Donating for room."""
-        index, values = zip(*found)
-        total = ops.add_in_rows(None, room, self.chunk, index, values, weights)
+        """Return the weighted sum, or mean, of what `decode` returned, in `out`; donated."""
+        index, values = zip(*decoded)
+        total = ops.add_in_rows(None, out, self.chunk, index, values, weights)
         if self.mean == "ranks":
             return total
         sent = [ops.cast(x != 0, "float32") for x in values]
-        ones, room = ops.full(weights.shape, 1.0, "float32"), ops.zeros(total.shape)
-        counts = ops.add_in_rows(None, room, self.chunk, index, sent, ones)
+        ones, out = ops.full(weights.shape, 1.0, "float32"), ops.zeros(total.shape)
+        counts = ops.add_in_rows(None, out, self.chunk, index, sent, ones)
         # A vector, since PyTorch divides a number by one as a product with its reciprocal.
-        world = counts * 0.0 + float(len(found))
+        world = counts * 0.0 + float(len(decoded))
         return total * (world / ops.maximum(counts, 1.0))
 
     # -- reports -----------------------------------------------------------------------------

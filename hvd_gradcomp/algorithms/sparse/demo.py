@@ -130,12 +130,12 @@ class DeMoCompressor(Clipping, Handover):
 
     def parts(self, layout: Layout) -> dict[str, wire.Part]:
         """Return the parts of a payload's body."""
-        found: dict[str, wire.Part] = {}
+        parts: dict[str, wire.Part] = {}
         for number, tiles in enumerate(self.tiles(layout)):
             places = self.places(tiles)
-            found.update({f"{name}{number}": part for name, part in places.parts().items()})
+            parts.update({f"{name}{number}": part for name, part in places.parts().items()})
         groups = self.groups(layout)
-        return {**found, **self.coding.parts(groups.end, groups)}
+        return {**parts, **self.coding.parts(groups.end, groups)}
 
     def groups(self, layout: Layout) -> ValueGroups:
         """Return the groups of values by layers; places are those in the payload."""
@@ -164,7 +164,7 @@ class DeMoCompressor(Clipping, Handover):
         gradient, _ = self.clipped(ops, context, gradient, extra)
         finite, gradient = patterns.check_storable(ops, gradient)
         m = ops.accumulate(gradient, ops.times(state.m, self.beta))
-        payload, own = self.encode(ops, layout, tiles, m)
+        payload, own_components = self.encode(ops, layout, tiles, m)
 
         parts = self.parts(layout)
         header = patterns.header_of(self, context, finite)
@@ -177,7 +177,7 @@ class DeMoCompressor(Clipping, Handover):
             unit = context.prescale * context.postscale * context.size
             mean = ops.signs(mean, unit)
         mean = patterns.check_sum(ops, mean)
-        kept = m - self.back(ops, layout, tiles, own)
+        kept = m - self.back(ops, layout, tiles, own_components)
         return mean, Momentum(ops.overwrite(state.m, kept))
 
     def encode(
@@ -213,14 +213,14 @@ class DeMoCompressor(Clipping, Handover):
         groups = self.groups(layout)
         order = ops.arange(groups.end)
         for rank in range(bodies.shape[0]):
-            mine = {name: part[rank] for name, part in payload.items()}
+            rank_payload = {name: part[rank] for name, part in payload.items()}
             chosen = [
                 self.places(each).decode(
-                    ops, {name: mine[f"{name}{number}"] for name in ("low", "high")}
+                    ops, {name: rank_payload[f"{name}{number}"] for name in ("low", "high")}
                 )
                 for number, each in enumerate(tiles)
             ]
-            values = self.coding.decode(ops, mine, order, groups) * weights[rank]
+            values = self.coding.decode(ops, rank_payload, order, groups) * weights[rank]
             for number, (each, index, value) in enumerate(
                 zip(tiles, chosen, patterns.split_like(values, chosen))
             ):
@@ -239,9 +239,9 @@ class DeMoCompressor(Clipping, Handover):
         """Return a bucket's vector from its layers' components."""
         bases = _Bases(ops)
         pieces = [_backward(ops, bases, each, flat) for each, flat in zip(tiles, components)]
-        found = ops.concat(pieces) if pieces else ops.zeros((0,))
-        missing = layout.size - found.shape[0]
-        return ops.concat((found, ops.zeros((missing,)))) if missing else found
+        vector = ops.concat(pieces) if pieces else ops.zeros((0,))
+        missing = layout.size - vector.shape[0]
+        return ops.concat((vector, ops.zeros((missing,)))) if missing else vector
 
     # -- reports -----------------------------------------------------------------------------
 
@@ -264,9 +264,9 @@ def _groups_of(compressor: DeMoCompressor, layout: Layout) -> ValueGroups:
     return replace(ValueGroups.of(layers), ascending=True)
 
 
-def _divisor(n: int, most: int) -> int:
-    """Return the largest divisor of n up to `most`."""
-    return next(d for d in range(min(n, most), 0, -1) if n % d == 0)
+def _divisor(n: int, limit: int) -> int:
+    """Return the largest divisor of n up to `limit`."""
+    return next(d for d in range(min(n, limit), 0, -1) if n % d == 0)
 
 
 @lru_cache(maxsize=64)
@@ -314,8 +314,8 @@ def _backward(ops: Ops, bases: _Bases, tiles: Tiles, components: Tensor) -> Tens
 
 def _spread(ops: Ops, tiles: Tiles, index: Tensor, values: Tensor) -> Tensor:
     """Return a layer's components, flat: values where they belong, 0 elsewhere."""
-    room = ops.zeros((tiles.count * tiles.size,))
-    return ops.add_at(room, _places(ops, tiles, index), values)
+    out = ops.zeros((tiles.count * tiles.size,))
+    return ops.add_at(out, _places(ops, tiles, index), values)
 
 
 def _places(ops: Ops, tiles: Tiles, index: Tensor) -> Tensor:

@@ -124,13 +124,14 @@ class EGCCompressor(MomentumCorrected):
         sizes = ops.cast(ops.words(layout.sizes), "float64")
         entropy = entropy_of_layers(ops, layout, gradient, self.bins)
         k_per_layer = ops.cast(sizes * entropy / self.K + 0.5, "int64")
-        return ops.minimum(ops.maximum(k_per_layer, 1), ops.words(self.most(layout)))
+        return ops.minimum(ops.maximum(k_per_layer, 1), ops.words(self.limits(layout)))
 
 
 @lru_cache(maxsize=1024)
-def _capacities(least: int, most: int) -> tuple[int, ...]:
+def _capacities(minimum: int, maximum: int) -> tuple[int, ...]:
     """Return the capacities, from one element of each layer to the maximum."""
-    return (*(room for room in CapacitySchedule.up_to(most).capacities if room >= least), most)
+    capacities = CapacitySchedule.up_to(maximum).capacities
+    return (*(capacity for capacity in capacities if capacity >= minimum), maximum)
 
 
 def entropy_of_layers(ops: Ops, layout: Layout, gradient: Tensor, bins: int) -> Tensor:

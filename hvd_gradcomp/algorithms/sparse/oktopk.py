@@ -111,7 +111,7 @@ class OkTopKCompressor(Clipping, Handover):
         """Return the number of elements that a rank chooses."""
         return count_of(layout.elements, self.density)
 
-    def room(self, layout: Layout, ranks: int) -> int:
+    def slots(self, layout: Layout, ranks: int) -> int:
         """Return the number of elements that fit into a message of one region."""
         k = self.count(layout)
         return min(k, ceil(self.slack * k / ranks))
@@ -126,7 +126,7 @@ class OkTopKCompressor(Clipping, Handover):
 
     def shard_bytes(self, layout: Layout, ranks: int) -> int:
         """Return the bytes of a message to or from an owner."""
-        return wire.packed_bytes(self.message(layout, self.room(layout, ranks)).parts())
+        return wire.packed_bytes(self.message(layout, self.slots(layout, ranks)).parts())
 
     def exchange_of(self, layout: Layout, ranks: int) -> Exchange:
         two_shot = two_shot_exchange(float(self.shard_bytes(layout, ranks)), ranks)
@@ -182,7 +182,7 @@ class OkTopKCompressor(Clipping, Handover):
         self, ops: Ops, context: Context, header: wire.Header, chosen: Chosen, state: OkTopKState
     ) -> Program:
         """Add up the elements of each region at its owner, and gather the largest of the sums."""
-        message = self.message(context.layout, self.room(context.layout, context.size))
+        message = self.message(context.layout, self.slots(context.layout, context.size))
         done = yield from owners.exchange(
             ops, context, message, header, chosen.elements, state.knots
         )

@@ -83,15 +83,15 @@ class RandomKCompressor(Clipping, Handover):
     ) -> Program:
         gradient, _ = self.clipped(ops, context, gradient, extra)
         finite, gradient = patterns.check_storable(ops, gradient)
-        there = ops.accumulate(gradient, state.r) if self.feedback else gradient
+        accumulated = ops.accumulate(gradient, state.r) if self.feedback else gradient
         index, length = self.places(ops, context)
-        sent = ops.concat((ops.gather(there, index), patterns.poison(ops, finite)))
+        sent = ops.concat((ops.gather(accumulated, index), patterns.poison(ops, finite)))
         total = yield Allreduce(sent, context.prescale, context.postscale)
         total = patterns.strip_poison(ops, total)  # raises on all ranks, and the state is as it was
         if not self.feedback:
             total = total * ops.cast(length, "float32")
-            return ops.put(ops.clear(there), index, total), state
-        kept = ops.put(there, index, 0.0)
+            return ops.put(ops.clear(accumulated), index, total), state
+        kept = ops.put(accumulated, index, 0.0)
         r = ops.overwrite(state.r, kept)
         return ops.put(ops.clear(kept), index, total), Residual(r)
 

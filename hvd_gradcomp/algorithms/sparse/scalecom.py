@@ -161,8 +161,8 @@ class ScaleComCompressor(Clipping, Handover):
         total = ops.zeros((self.topk.capacity(context.layout),))
         payload = wire.unpack_body(ops, parts, bodies)
         for rank in range(context.size):
-            mine = {name: part[rank] for name, part in payload.items()}
-            total = total + spec.decode_values(ops, mine, index) * weights[rank]
+            rank_payload = {name: part[rank] for name, part in payload.items()}
+            total = total + spec.decode_values(ops, rank_payload, index) * weights[rank]
         return patterns.check_sum(ops, total)
 
     def _all(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Program:
@@ -211,14 +211,14 @@ class ScaleComCompressor(Clipping, Handover):
 
     def choose(self, ops: Ops, context: Context, gradient: Tensor, state: Any) -> Tensor:
         """Encode the leader's payload: the indices of its largest error-compensated elements."""
-        layout, most = context.layout, self.topk.most(context.layout)
+        layout, limits = context.layout, self.topk.limits(context.layout)
         scope, r = Scope(layout, whole=False), state.memory.r
         form = self.choice_form(ops, layout)
         if form is not None:
-            written = ops.topk_kernels.choose(scope, form, context.step, most, r, gradient)
+            written = ops.topk_kernels.choose(scope, form, context.step, limits, r, gradient)
             body, count = written.body, written.sent
         else:
-            k_per_layer, whole = ops.words(most), r + gradient
+            k_per_layer, whole = ops.words(limits), r + gradient
             capacity = self.topk.capacity(layout)
             index, _, _ = self.topk.select(
                 ops, scope, context.step, whole, k_per_layer, None, capacity

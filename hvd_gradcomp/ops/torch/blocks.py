@@ -91,15 +91,15 @@ class Blocks:
     def read(self, layer: int, start: int, stop: int, rows: torch.Tensor) -> None:
         """Copy the rows of a block from the layer at an address."""
         first, middle, last = self.axes
-        deep, there = (stop - start) * self.deep, layer + 4 * start * self.deep * last
-        where = (there, first, deep, last, middle * last, rows.data_ptr(), deep * first)
+        deep, address = (stop - start) * self.deep, layer + 4 * start * self.deep * last
+        where = (address, first, deep, last, middle * last, rows.data_ptr(), deep * first)
         self.native.reverse(*where, False, torch.get_num_threads())
 
     def write(self, rows: torch.Tensor, layer: int, start: int, stop: int) -> None:
         """Invert `read`."""
         first, middle, last = self.axes
-        deep, there = (stop - start) * self.deep, layer + 4 * start * self.deep * last
-        where = (rows.data_ptr(), last, deep, first, deep * first, there, middle * last)
+        deep, address = (stop - start) * self.deep, layer + 4 * start * self.deep * last
+        where = (rows.data_ptr(), last, deep, first, deep * first, address, middle * last)
         self.native.reverse(*where, True, torch.get_num_threads())
 
     def project(

@@ -86,7 +86,7 @@ def place_bits(
 ):  # fmt: skip
     """Store the rests, by rank and index; 0 for indices that have no bit."""
     rank, tile = tl.program_id(0), tl.program_id(1)
-    own = rests + rank * count.to(tl.int64)
+    rank_rests = rests + rank * count.to(tl.int64)
     before = 0
     for first in range(0, tile, NEAR):
         other = first + tl.arange(0, NEAR)
@@ -94,11 +94,11 @@ def place_bits(
     flags = flags_of(bodies + rank * stride.to(tl.int64) + start, tile, width, SLOTS)
     slot = before + tl.cumsum(flags) - 1
     place = tile * SLOTS + tl.arange(0, SLOTS)
-    tl.store(own + slot, place - slot, mask=(flags != 0) & (slot < count))
+    tl.store(rank_rests + slot, place - slot, mask=(flags != 0) & (slot < count))
     if tile == tiles - 1:
         for first in range(before + tl.sum(flags), count, SLOTS):
             at = first + tl.arange(0, SLOTS)
-            tl.store(own + at, tl.zeros((SLOTS,), tl.int32), mask=at < count)
+            tl.store(rank_rests + at, tl.zeros((SLOTS,), tl.int32), mask=at < count)
 
 
 @triton.jit
@@ -122,13 +122,13 @@ def join(
     rank, tile = tl.program_id(0), tl.program_id(1)
     body = bodies + rank * stride.to(tl.int64)
     out = words + rank * (side + count).to(tl.int64)
-    own = rests + rank * count.to(tl.int64)
+    rank_rests = rests + rank * count.to(tl.int64)
     copy_side(body, out, side, tile, tl.num_programs(1), SLOTS)
     slot = tile * SLOTS + tl.arange(0, SLOTS)
     inside, lows = slot < count, body + side
-    index = indices_of(own, lows, slot, inside, low, universe)
+    index = indices_of(rank_rests, lows, slot, inside, low, universe)
     behind = inside & (slot > 0)
-    before = indices_of(own, lows, slot - 1, behind, low, universe)
+    before = indices_of(rank_rests, lows, slot - 1, behind, low, universe)
     wrong = behind & (index <= before) & (index != universe)
     if tl.max(wrong.to(tl.int32)) > 0:
         tl.store(ascends + rank, 0)

@@ -330,43 +330,43 @@ def pack(
     layer = tl.reshape(layer, (SLOTS // 32, 32))
     going = tl.reshape(goes.to(tl.int32), (SLOTS // 32, 32))
     here = tl.sum(going, axis=1)
-    most = tl.max(tl.where(going != 0, layer, 0), axis=1)
-    least = tl.min(tl.where(going != 0, layer, 0x7FFFFFFF), axis=1)
-    tl.atomic_add(per_layer + most, here.to(tl.int64), mask=(here > 0) & (most == least))
-    mixed = (going != 0) & (most != least)[:, None]
+    highest = tl.max(tl.where(going != 0, layer, 0), axis=1)
+    lowest = tl.min(tl.where(going != 0, layer, 0x7FFFFFFF), axis=1)
+    tl.atomic_add(per_layer + highest, here.to(tl.int64), mask=(here > 0) & (highest == lowest))
+    mixed = (going != 0) & (highest != lowest)[:, None]
     tl.atomic_add(per_layer + layer, going.to(tl.int64), mask=mixed)
     tl.atomic_add(sent, tl.sum(here).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["capacity"])
-def check(bodies, largest, held, n, stride, capacity, SLOTS: tl.constexpr):
+def check(bodies, largest, ordered, n, stride, capacity, SLOTS: tl.constexpr):
     """Check the order of a rank's indices, and find the largest magnitude of its values.
 
     Args:
         bodies: of all ranks, `stride` words apart.
-        held: whether a rank's indices ascend, within the bucket.
+        ordered: whether a rank's indices ascend, within the bucket.
     """
     rank = tl.program_id(0)
     body = bodies + rank * stride.to(tl.int64)
     values, indices = body.to(tl.pointer_type(tl.float32)), body + capacity
     wrong = tl.zeros((SLOTS,), tl.int32)
-    most = tl.zeros((SLOTS,), tl.int32)
+    peak = tl.zeros((SLOTS,), tl.int32)
     for first in range(0, capacity, SLOTS):
         slot = first + tl.arange(0, SLOTS)
         inside = slot < capacity
         value = tl.load(values + slot, mask=inside, other=0.0)
-        most = tl.maximum(most, magnitude_of(value))
+        peak = tl.maximum(peak, magnitude_of(value))
         at = tl.load(indices + slot, mask=inside, other=n - 1)
         last = tl.load(indices + slot - 1, mask=inside & (slot > 0), other=-1)
         wrong |= (inside & ((at < 0) | (at >= n))).to(tl.int32)
         wrong |= (inside & (at <= last) & (at != n - 1)).to(tl.int32)
-    tl.store(held + rank, tl.max(wrong) == 0)
-    tl.store(largest + rank, float_of(tl.max(most)))
+    tl.store(ordered + rank, tl.max(wrong) == 0)
+    tl.store(largest + rank, float_of(tl.max(peak)))
 
 
 @triton.jit
 def add_share(
-    index, values, count, start, end, weight, room,
+    index, values, count, start, end, weight, out,
     NEAR: tl.constexpr, WIDE: tl.constexpr, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     """Add the elements of a tile from so many ascending indices."""
@@ -377,43 +377,43 @@ def add_share(
         at = tl.load(index + slot, mask=slot < high, other=-1)
         inside = (slot < high) & (at >= start) & (at < end)
         value = tl.load(values + slot, mask=inside, other=0.0) * weight
-        total = tl.load(room + at, mask=inside, other=0.0)
-        tl.store(room + at, total + value, mask=inside)
+        total = tl.load(out + at, mask=inside, other=0.0)
+        tl.store(out + at, total + value, mask=inside)
 
 
 @triton.jit(do_not_specialize=["capacity", "ranks"])
 def add_chosen(
-    bodies, weights, largest, held, fits, room, n, stride, capacity, ranks,
+    bodies, weights, largest, ordered, fits, out, n, stride, capacity, ranks,
     LIMIT: tl.constexpr, TILE: tl.constexpr, NEAR: tl.constexpr, WIDE: tl.constexpr,
     ROUNDS: tl.constexpr,
 ):  # fmt: skip
-    """Set room to the sum of all ranks' elements times their weight, in rank order.
+    """Set `out` to the sum of all ranks' elements times their weight, in rank order.
 
-    A program has a tile of the room.
+    A program has a tile of it.
 
     Args:
-        held: ranks whose indices are in order; others add nothing.
+        ordered: ranks whose indices are in order; others add nothing.
         fits: whether no sum can overflow; if one can, nothing is added at all.
     """
-    most = tl.zeros((), tl.float64)
+    bound = tl.zeros((), tl.float64)
     for rank in range(0, ranks):
         weight = tl.abs(tl.load(weights + rank).to(tl.float64))
-        most += tl.where(weight > 0, tl.load(largest + rank).to(tl.float64) * weight, 0.0)
-    holds = most <= LIMIT
+        bound += tl.where(weight > 0, tl.load(largest + rank).to(tl.float64) * weight, 0.0)
+    holds = bound <= LIMIT
     if tl.program_id(0) == 0:
         tl.store(fits, holds)
     start = tl.program_id(0) * TILE
     end = tl.minimum(start + TILE, n - 1)  # before the sink
     tile = start + tl.arange(0, TILE)
-    tl.store(room + tile, tl.zeros((TILE,), tl.float32), mask=tile < n)
+    tl.store(out + tile, tl.zeros((TILE,), tl.float32), mask=tile < n)
     for rank in range(0, ranks):
         weight = tl.load(weights + rank)
-        if holds & (tl.load(held + rank) != 0) & (weight != 0.0):
+        if holds & (tl.load(ordered + rank) != 0) & (weight != 0.0):
             body = bodies + rank * stride.to(tl.int64)
             values = body.to(tl.pointer_type(tl.float32))
             tl.debug_barrier()  # the writes of this program's other threads are visible
             add_share(
-                body + capacity, values, capacity, start, end, weight, room, NEAR, WIDE, ROUNDS
+                body + capacity, values, capacity, start, end, weight, out, NEAR, WIDE, ROUNDS
             )
 
 
@@ -430,7 +430,7 @@ class TopKKernels(Launcher):
         form: Form,
         step: int,
         quota: Tensor | None,
-        most: Sequence[int],
+        limits: Sequence[int],
         hint: Tensor,
         memory: Sequence[Tensor],
         gradient: Tensor,
@@ -441,17 +441,17 @@ class TopKKernels(Launcher):
         layout, capacity = scope.layout, form.capacity
         size, layers, groups = layout.size, len(layout.names), scope.count
         tasks = self._tasks(scope)
-        table = self.table(("most", most), lambda: most)
-        wanted, limits = (self.empty((), torch.int64), table) if shares else (None, None)
+        table = self.table(("limits", limits), lambda: limits)
+        wanted, limit_table = (self.empty((), torch.int64), table) if shares else (None, None)
         quota = table if quota is None else quota
         r0, u0 = memory[0], memory[1] if how.momentum else None
         r, u = self.ops.writable(r0), None if u0 is None else self.ops.writable(u0)
         cleared = groups * (UPPER + LOWER + 1)
-        room = self.clean("found", cleared)
-        histogram, finer = room[: groups * UPPER], room[groups * UPPER : -groups]
-        passing = room[cleared - groups :]
+        counters = self.clean("counters", cleared)
+        histogram, finer = counters[: groups * UPPER], counters[groups * UPPER : -groups]
+        passing = counters[cleared - groups :]
         programs = tasks.shape[0] // 3
-        found, listed = self.scratch("found", size), self.scratch("listed", size)
+        candidates, listed = self.scratch("candidates", size), self.scratch("listed", size)
         counts, chosen = self.scratch("counts", programs), self.scratch("chosen", capacity)
         number = self.scratch("number", 1)
         per_layer, sent = self.empty(layers, torch.int64), self.empty((), torch.int64)
@@ -467,13 +467,13 @@ class TopKKernels(Launcher):
         )  # fmt: skip
         near = 4 * 3 * capacity  # bytes of the candidates, about three times as many
         self.launch(
-            list_candidates, programs, r, tasks, quota, limits, wanted, histogram, finer, found,
-            counts, groups, capacity,
+            list_candidates, programs, r, tasks, quota, limit_table, wanted, histogram, finer,
+            candidates, counts, groups, capacity,
             partly={7: near}, BLOCK=layout.block, UPPER=UPPER, LOWER=LOWER, TILE=TILE,
         )  # fmt: skip
         self.launch(
-            select, groups, r, tasks, bounds, quota, limits, histogram, passing,
-            finer, found, counts, listed, starts, lies, chosen, number, groups, step, capacity,
+            select, groups, r, tasks, bounds, quota, limit_table, histogram, passing,
+            finer, candidates, counts, listed, starts, lies, chosen, number, groups, step, capacity,
             partly={0: 3 * capacity * SECTOR, 8: near, 10: 4 * near, 12: near},
             WHOLE=scope.whole, BITS=layout.block_bits, BLOCK=layout.block, UPPER=UPPER,
             LOWER=LOWER, ROWS=ROWS, COLUMNS=COLUMNS, TILE=TILE,
@@ -482,12 +482,12 @@ class TopKKernels(Launcher):
         apart = capacity * SECTOR
         self.launch(
             pack, tiles, chosen, number, r, u if how.masking else None, r, lies,
-            body.view(torch.int32), per_layer, sent, room, size, tiles, capacity, cleared,
+            body.view(torch.int32), per_layer, sent, counters, size, tiles, capacity, cleared,
             partly={2: apart, 3: apart, 4: apart, 5: 4 * capacity},
             BITS=layout.block_bits, SLOTS=SLOTS,
         )  # fmt: skip
-        out = [r] if u is None else [r, u]
-        return Written(body, sent, wanted, per_layer, out, hint=hint)
+        new_memory = [r] if u is None else [r, u]
+        return Written(body, sent, wanted, per_layer, new_memory, hint=hint)
 
     def add(
         self,
@@ -495,30 +495,30 @@ class TopKKernels(Launcher):
         form: Form,
         bodies: Tensor,
         weights: Tensor,
-        room: Tensor,
+        out: Tensor,
         limit: float,
         beyond: str,
     ) -> Tensor:
         """Sum the bodies; see `ops.fused`. Demand `beyond` if the sum might exceed limit."""
         capacity, ranks = form.capacity, bodies.shape[0]
-        room, words = self.ops.writable(room), bodies.view(torch.int32)
+        out, words = self.ops.writable(out), bodies.view(torch.int32)
         largest = self.scratch("largest", ranks, torch.float32)
         facts = self.empty((ranks + 1,), torch.bool)
-        held, fits = facts[:ranks], facts[ranks:]
+        ordered, fits = facts[:ranks], facts[ranks:]
         where = layout.size, words.stride(0), capacity
-        self.launch(check, ranks, words, largest, held, *where, SLOTS=SLOTS)
+        self.launch(check, ranks, words, largest, ordered, *where, SLOTS=SLOTS)
         rounds = 1
         while WIDE**rounds < capacity:
             rounds += 1
         self.launch(
-            add_chosen, -(-layout.size // ADDED), words, weights, largest, held, fits, room,
+            add_chosen, -(-layout.size // ADDED), words, weights, largest, ordered, fits, out,
             *where, ranks,
             LIMIT=limit, TILE=ADDED, NEAR=NEAR, WIDE=WIDE, ROUNDS=rounds,
         )  # fmt: skip
-        said = self.ops.stage(facts)
-        wrong = (BEYOND,), said[None, :ranks], PayloadError
-        self.ops.require_async([wrong, ((beyond,), said[None, ranks:], NonFiniteGradientError)])
-        return room
+        staged = self.ops.stage(facts)
+        wrong = (BEYOND,), staged[None, :ranks], PayloadError
+        self.ops.require_async([wrong, ((beyond,), staged[None, ranks:], NonFiniteGradientError)])
+        return out
 
     def _tasks(self, scope: Scope) -> Tensor:
         """Return for each task its start and end, in blocks, and its group."""

@@ -130,19 +130,19 @@ class ReportRounds:
     each step's sync message carries its round, and if one rank has reported, all do.
 
     Attributes:
-        told: the number of this rank's pending round; 0 for none.
+        pending: the number of this rank's pending round; 0 for none.
         due: the highest such number of any rank, by the last message.
         reported: the rounds in which this rank has reported.
     """
 
     def __init__(self) -> None:
-        self.told, self.due = _counter("told"), _counter("due")
+        self.pending, self.due = _counter("pending"), _counter("due")
         self.reported = 0
 
     def drop(self) -> None:
         """Start anew."""
         self.reported = 0
-        self.told.assign(0)
+        self.pending.assign(0)
         self.due.assign(0)
 
     def is_due(self, pending: bool) -> bool:
@@ -273,7 +273,7 @@ class _Watch:
                     self._inspector.report(waiting, channel)
                 finally:
                     rounds = self.rounds(number)
-                    rounds.told.assign(rounds.reported * channel.pending)
+                    rounds.pending.assign(rounds.reported * channel.pending)
 
     def _answer(self) -> None:
         """Submit and complete the reports that all ranks must submit, since one has."""
@@ -282,7 +282,7 @@ class _Watch:
             if channel is not None and rounds.is_due(channel.pending):
                 channel.complete()
                 rounds.reported = max(rounds.reported, int(rounds.due.numpy()))
-                rounds.told.assign(0)
+                rounds.pending.assign(0)
 
     def _among(self, number: int) -> stall_inspector.StallChannel | None:
         """Return the channel of a process set; None if there is nobody to wait for."""

@@ -75,7 +75,7 @@ class StepSync:
     def _gather(self, compared: tf.Tensor, rows: Sequence[tf.Tensor]) -> tf.Tensor:
         """Gather the messages of all ranks."""
         ranks, rounds = self._process_set, stall_inspector.rounds(self._process_set)
-        message = tf.concat((compared, tf.stack([*rows, tf.identity(rounds.told)])), 0)
+        message = tf.concat((compared, tf.stack([*rows, tf.identity(rounds.pending)])), 0)
         table = tf.one_hot([ranks.rank()], ranks.size(), dtype=tf.int64, axis=0) * message
         with stall_inspector.marked(self._records):
             messages = mpi_ops._allreduce(

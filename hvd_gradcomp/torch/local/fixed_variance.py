@@ -34,13 +34,13 @@ class FixedVarianceAdam:
     def local_momenta(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
         """Return this rank's gradients, added to the momenta that all ranks have."""
         groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
-        found = []
+        momenta = []
         for p in parameters:
             gradient, group = dense_gradient(p), groups[p]
             if p.requires_grad and not self._decoupled(group):
                 gradient = gradient.add(p, alpha=float(group["weight_decay"]))
-            found.append(torch.lerp(self._moments(p)[_FIRST], gradient, 1.0 - group["betas"][0]))
-        return found
+            momenta.append(torch.lerp(self._moments(p)[_FIRST], gradient, 1.0 - group["betas"][0]))
+        return momenta
 
     @torch.no_grad()
     def update(self, momenta: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:

@@ -202,10 +202,10 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
 
     def unscale(self) -> bool:
         """Unscale gradients as a GradScaler asks for it; return True if it has found infinities."""
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
             unscale(self.param_groups, scale)
-        return found is not None and bool(found)
+        return found_inf is not None and bool(found_inf)
 
 
 def _library_of(optimizer: torch.optim.Optimizer) -> str | None:

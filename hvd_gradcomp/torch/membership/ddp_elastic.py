@@ -229,10 +229,10 @@ class ElasticState:
         optimizer, group, here = self.optimizer, self.group, self.group.rank()
         self._called, self._leaves = (lambda: rendezvous.called), leaves
         optimizer.pause()
-        mine = MemberState(
+        own_state = MemberState(
             rendezvous.process, self._joined, optimizer.steps_made, self.applied, self._described()
         )
-        members: list[MemberState] = group.gather_objects(mine, MemberState)
+        members: list[MemberState] = group.gather_objects(own_state, MemberState)
         valid = [r for r, s in enumerate(members) if s.joined and s.process in generation.before]
         target = self._newest([members[r] for r in valid], rendezvous, generation)
         uncommitted = optimizer.uncommitted
@@ -294,13 +294,13 @@ class ElasticState:
             MismatchError: on such a rank; on all, if none was there before.
             RanksChanged: on the others.
         """
-        asked = members[root].described
-        others = [r for r, s in enumerate(members) if s.described != asked]
+        expected = members[root].described
+        others = [r for r, s in enumerate(members) if s.described != expected]
         if not others:
             return
         here = self.group.rank()
         for rank in others if here in others or not valid else ():
-            config_check.agree([asked, members[rank].described], [root, rank])
+            config_check.agree([expected, members[rank].described], [root, rank])
         LOGGER.warning("rank %s trains another model, or in another way: refused", others)
         raise RanksChanged("a rank that trains otherwise is refused")
 
@@ -309,22 +309,22 @@ class ElasticState:
         present = {member.process for member in members}
         for process in present & set(self._lost):
             del self._lost[process]  # it was silent, and has come back with its residual
-        total = math.sqrt(sum(held.norm**2 for held in self._known.values()))
-        for process, held in self._known.items():
+        total = math.sqrt(sum(lost.norm**2 for lost in self._known.values()))
+        for process, lost in self._known.items():
             if process in present or process in self._lost:
                 continue
             notice = rendezvous.leave_notice(process)
             if notice is not None and notice.handed_over:
                 continue
-            self._lost[process] = held
+            self._lost[process] = lost
             if speaks:
                 LOGGER.warning(
                     "rank %d (%s) %s: its steps since the last exchange, and a residual of norm "
                     "%.4g (of %.4g in all), are lost",
-                    held.rank,
+                    lost.rank,
                     process,
                     "has died, or gives no sign of life" if notice is None else "left",
-                    held.norm,
+                    lost.norm,
                     total,
                 )
 
@@ -332,41 +332,43 @@ class ElasticState:
         """Broadcast the root's state: what joining ranks need, and what all take."""
         optimizer, here = self.optimizer, self.group.rank()
         inner, outer = optimizer.param_groups, optimizer.outer.param_groups
-        given: dict[str, Any] = {}
+        root_state: dict[str, Any] = {}
         if here == root:
-            given = {
+            root_state = {
                 "steps": optimizer.steps_made,
                 "exchanges": [reducer.steps for reducer in self._reducers],
                 "options": [_options(inner), _options(outer)],
                 "objects": {name: _saved(getattr(self, name)) for name in self._objects},
             }
             if full:
-                given["optimizer"] = _without_exchanges(optimizer.common_state_dict())
-                given["common"] = [reducer_state.replicated(reducer) for reducer in self._reducers]
-                given["rest"] = self._rest_of_model()
-        box = [given]
+                root_state["optimizer"] = _without_exchanges(optimizer.common_state_dict())
+                root_state["common"] = [
+                    reducer_state.replicated(reducer) for reducer in self._reducers
+                ]
+                root_state["rest"] = self._rest_of_model()
+        box = [root_state]
         with self.group.watched():
             dist.broadcast_object_list(box, root, group=self.group.handle, device=self.group.device)
-        given = box[0]
+        root_state = box[0]
         if receives:
             if not self._joined:
                 self._lost = {}
-            self.model.load_state_dict(given["rest"], strict=False)
-            optimizer.take_over(given["optimizer"])
-            for reducer, fields in zip(self._reducers, given["common"]):
+            self.model.load_state_dict(root_state["rest"], strict=False)
+            optimizer.take_over(root_state["optimizer"])
+            for reducer, fields in zip(self._reducers, root_state["common"]):
                 reducer_state.load_replicated(reducer, fields)
         if here == root:
             return
-        optimizer.steps_made = given["steps"]
-        for reducer, steps in zip(self._reducers, given["exchanges"]):
+        optimizer.steps_made = root_state["steps"]
+        for reducer, steps in zip(self._reducers, root_state["exchanges"]):
             reducer.steps = steps
-        for groups, options in zip((inner, outer), given["options"]):
+        for groups, options in zip((inner, outer), root_state["options"]):
             for group, values in zip(groups, options):
                 group.update(values)
-        for name, value in given["objects"].items():
-            mine = getattr(self, name)
-            if _has_state(mine):
-                mine.load_state_dict(value)
+        for name, value in root_state["objects"].items():
+            target = getattr(self, name)
+            if _has_state(target):
+                target.load_state_dict(value)
             else:
                 setattr(self, name, value)
 
@@ -416,8 +418,8 @@ class ElasticState:
                     box: list[Any] = [None]
                     dist.recv_object_list(box, leaver, group.handle, device=group.device)
                     buckets = [b for r in self.optimizer.reducers for b in r.buckets]
-                    for bucket, given in zip(buckets, box[0]):
-                        reducer_state.inherit(bucket, given)
+                    for bucket, leaver_sums in zip(buckets, box[0]):
+                        reducer_state.inherit(bucket, leaver_sums)
                     dist.send(torch.ones(1, device=group.device), leaver, group.handle)
         return Departure(here in leavers, here in leavers)
 
