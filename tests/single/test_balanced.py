@@ -127,7 +127,7 @@ def test_owners_do_as_in_the_paper(seed, ranks, sizes, slack):
             expected.steps += 1
         else:
             expected.k = capacities[level]
-            expected.room = world.compressor.room(expected.k, ranks)
+            expected.capacity = world.compressor.room(expected.k, ranks)
             assert np.array_equal(results[0].numpy(), expected.step(sent))
         for state, residual in zip(world.states, expected.residual):
             assert np.array_equal(state.r.numpy(), residual)
