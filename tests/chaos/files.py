@@ -73,12 +73,12 @@ def _on(
                 _path(good, name).write_bytes(whole)
     for attack, change in _hostile(folder / "ran").items():
         for name in _names(good):
-            there = folder / "attacked"
-            shutil.copytree(good, there)
+            attacked = folder / "attacked"
+            shutil.copytree(good, attacked)
             case = f"{mode}, {name}"
-            if change(there, older, name):
-                yield _outcome(target, there, where, attack, saved, case)
-            shutil.rmtree(there)
+            if change(attacked, older, name):
+                yield _outcome(target, attacked, where, attack, saved, case)
+            shutil.rmtree(attacked)
             if (folder / "ran").exists():
                 yield Input(where, attack, "diverged", "what is in a file was run", case=case)
                 (folder / "ran").unlink()
@@ -93,18 +93,18 @@ def _outcome(target: Target, folder: Path, where: str, attack: str, saved: str, 
     try:
         rest = target.load(folder)
     except CheckpointError as error:
-        said = f"CheckpointError: {error}"
+        message = f"CheckpointError: {error}"
         named = any(word in str(error) for word in _NAMED)
         same = target.contents() == before
         outcome = "diverged" if not same else "ended" if named else "unexplained"
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
         outcome = "unexplained" if target.contents() == before else "diverged"
     else:
-        said = ""
+        message = ""
         right = target.contents() == saved and rest == {"epoch": 2}
         outcome = "survived" if right else "diverged"
-    return Input(where, attack, outcome, said, case=case)
+    return Input(where, attack, outcome, message, case=case)
 
 
 _NAMED = ("current", "manifest", "shared", "rank-", "there is no checkpoint")
@@ -284,45 +284,47 @@ def ranks(size: int = 3) -> Target:
     from tests.parallel.workers.results import digest
 
     random = torch.Generator().manual_seed(1)
-    held = [{"weight": torch.zeros(30), "kept": torch.zeros(30)} for _ in range(size)]
+    states = [{"weight": torch.zeros(30), "kept": torch.zeros(30)} for _ in range(size)]
 
     def spoil() -> None:
-        for rank in held:
+        for rank in states:
             rank.update({name: torch.randn(30, generator=random) for name in rank})
 
     def save(folder: Path, mode: str, state: int) -> None:
         spoil()
 
         def of(rank: Ranks) -> None:
-            mine = held[rank.rank]
-            shared = {"mode": mode, "size": size, "weight": mine["weight"], "epoch": state}
-            own = None if mode == "consolidated" else lambda: safetensors_file.packed(mine["kept"])
-            if own is None:
-                shared["kept"] = mine["kept"]
-            checkpoint_files.write(folder, rank, lambda: safetensors_file.packed(shared), own)
+            values = states[rank.rank]
+            shared = {"mode": mode, "size": size, "weight": values["weight"], "epoch": state}
+            part = (
+                None if mode == "consolidated" else lambda: safetensors_file.packed(values["kept"])
+            )
+            if part is None:
+                shared["kept"] = values["kept"]
+            checkpoint_files.write(folder, rank, lambda: safetensors_file.packed(shared), part)
 
         together(size, of)
         load(folder)
 
     def load(folder: Path) -> Any:
         def of(rank: Ranks) -> Any:
-            def prepare(shared: Any, own: Any) -> Takeover:
-                before = dict(held[rank.rank])
-                new = {"weight": shared["weight"], "kept": shared["kept"] if own is None else own}
+            def prepare(shared: Any, part: Any) -> Takeover:
+                before = dict(states[rank.rank])
+                new = {"weight": shared["weight"], "kept": shared["kept"] if part is None else part}
                 assert all(x.shape == before[name].shape for name, x in new.items())
 
                 def take() -> Any:
-                    held[rank.rank].update(new)
+                    states[rank.rank].update(new)
                     return {"epoch": shared["epoch"]}
 
-                return Takeover(take, lambda: held[rank.rank].update(before))
+                return Takeover(take, lambda: states[rank.rank].update(before))
 
             return checkpoint_files.read(folder, rank, safetensors_file.unpacked, prepare)
 
         return together(size, of)[0]
 
     def contents() -> str:
-        return digest(x.numpy() for rank in held for x in rank.values())
+        return digest(x.numpy() for rank in states for x in rank.values())
 
     return Target(save, load, contents, spoil)
 
@@ -334,14 +336,14 @@ def together(size: int, work: Callable[[Ranks], Any]) -> list[Any]:
         CheckpointError: and others; what the first rank has raised, once all have ended.
         AssertionError: not all have raised.
     """
-    barrier, said = threading.Barrier(size), [None] * size
+    barrier, items = threading.Barrier(size), [None] * size
     results: list[Any] = [None] * size
     failures: list[Exception | None] = [None] * size
 
     def all_of(rank: int, item: Any) -> list[Any]:
-        said[rank] = item
+        items[rank] = item
         barrier.wait(60)
-        everybody = list(said)
+        everybody = list(items)
         barrier.wait(60)
         return everybody
 

@@ -62,18 +62,18 @@ def _on(
             rank, every = dice.randrange(RANKS), dice.random() < 0.5
             bad = poisoned(value, [rank], every)
             case = f"{compressor} after {moment} steps, rank {rank}"
-            outcome, said = _refused(like(begun), bad, later)
-            yield Input(f"{name}, raise", f"{title} {ONE}", outcome, said, case=case)
+            outcome, message = _refused(like(begun), bad, later)
+            yield Input(f"{name}, raise", f"{title} {ONE}", outcome, message, case=case)
             if name == "PyTorch":
-                outcome, said = _left_out(like(begun), like(begun), bad, flats)
-                yield Input(f"{name}, skip", f"{title} {ONE}", outcome, said, case=case)
+                outcome, message = _left_out(like(begun), like(begun), bad, flats)
+                yield Input(f"{name}, skip", f"{title} {ONE}", outcome, message, case=case)
         for title, value in HUGE.items():
             for spread, ranks in ((ONE, [dice.randrange(RANKS)]), (ALL, range(RANKS))):
                 for every in (False, True):
                     bad = poisoned(value, list(ranks), every)
-                    outcome, said = _endured(like(begun), bad, later)
+                    outcome, message = _endured(like(begun), bad, later)
                     case = f"{compressor} after {moment} steps, {'600' if every else '1'} of them"
-                    yield Input(f"{name}, raise", f"{title} {spread}", outcome, said, case=case)
+                    yield Input(f"{name}, raise", f"{title} {spread}", outcome, message, case=case)
 
 
 def _refused(world: World, bad: Sequence[Any], later: Sequence[Any]) -> tuple[str, str]:
@@ -134,15 +134,15 @@ def _left_out(
     kept = [x for state in world.states for _, x in leaves(state)]
     before = [host(x) for x in kept]
     world.ops.snapshot(kept)
-    said = ""
+    message = ""
     try:
         world.step(bad)
         return "lost", "nothing was raised"
     except NonFiniteGradientError as error:
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     finally:
         world.ops.release_snapshot(kept, kept)
     same = all(host(x).tobytes() == y.tobytes() for x, y in zip(kept, before))
     totals = [w.step([flat * 1 for flat in flats]) for w in (world, calm)]
     same = same and all(host(a).tobytes() == host(b).tobytes() for a, b in zip(*totals))
-    return "undone" if same else "lost", said
+    return "undone" if same else "lost", message

@@ -31,15 +31,15 @@ def test_pytorch_resumes_to_the_bit(tmp_path):
         assert faults["as before flips"]
         before, after = result["asked"]["digests"]
         assert before == after, "torch.distributed.checkpoint has made an exchange"
-        (said,) = result["asked"]["said"]
-        assert "leaves out of an optimizer's state what its compressor keeps" in said
+        (message,) = result["asked"]["said"]
+        assert "leaves out of an optimizer's state what its compressor keeps" in message
 
 
 def assert_seen(flips):
     """Every flip of a bit is an error that names the file; what it was names the version, too."""
-    for name, said in flips.items():
+    for name, messages in flips.items():
         naming = f"{name} is damaged" if name != "current" else ""
-        for one in said:
+        for one in messages:
             assert one.startswith("CheckpointError") and naming in one, (name, one)
 
 
@@ -67,9 +67,9 @@ def test_tensorflow_resumes_to_the_bit(tmp_path):
     for rank, result in enumerate(results):
         for name, (whole, resumed) in result["pairs"].items():
             assert whole == resumed, (rank, name)
-        for way in ("by_keras", "by_checkpoint", "tapes"):
-            whole, resumed = result[way]
-            assert whole == resumed, (rank, way)
+        for route in ("by_keras", "by_checkpoint", "tapes"):
+            whole, resumed = result[route]
+            assert whole == resumed, (rank, route)
         refused = result["refused"]
         says(refused["said"], KERAS_MESSAGES)
         assert len(refused["unharmed"]) == 7 and all(refused["unharmed"])

@@ -22,9 +22,9 @@ ENDS = {  # what ends a run, by what the faulty rank says; None where it says no
 def of_one_fault(result, fault):
     """Rank 1 had the fault."""
     for rank in {*range(len(result))} - {1}:
-        kind, said = result[rank]
+        kind, message = result[rank]
         assert kind == "HorovodInternalError"  # which elastic training goes by
-        assert STOPPED in said
+        assert STOPPED in message
     assert result[1] is None if ENDS[fault] is None else ENDS[fault] in ": ".join(result[1])
 
 

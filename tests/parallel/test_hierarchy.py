@@ -30,11 +30,11 @@ def test_pytorch_on_two_hosts_of_two_ranks(tmp_path):
         assert [state is not None for state in states] == led and any(led)
         (whole, resumed), moved = result["resumed"]
         assert whole == resumed and moved == results[0]["resumed"][1]
-        (said, *unchanged, skipped), end = result["nonfinite"]["skip"]
-        assert said == "nothing was raised" and all(unchanged) and skipped == 1
+        (error, *unchanged, skipped), end = result["nonfinite"]["skip"]
+        assert error == "nothing was raised" and all(unchanged) and skipped == 1
         assert end == results[0]["nonfinite"]["skip"][1]
-        (said, same, _, skipped), end = result["nonfinite"]["raise"]
-        assert said.startswith("NonFiniteGradientError") and same and skipped == 0
+        (error, same, _, skipped), end = result["nonfinite"]["raise"]
+        assert error.startswith("NonFiniteGradientError") and same and skipped == 0
         assert end == results[0]["nonfinite"]["raise"][1]
         assert result["rank 0's state"]
         whole, again, *_ = result["documented"]
@@ -45,8 +45,8 @@ def test_pytorch_on_two_hosts_of_two_ranks(tmp_path):
         assert here == neighbour and end == last
         equal = [one == other for one, other in zip(here, first)]
         assert rank < 2 or equal == [False, False, True, False, False, True]
-        said = {**MESSAGES, "join": "nothing was raised"}
-        says(result["errors"], {k: v for k, v in said.items() if k != "forgotten"})
+        expected = {**MESSAGES, "join": "nothing was raised"}
+        says(result["errors"], {k: v for k, v in expected.items() if k != "forgotten"})
 
 
 def test_what_hosts_have_to_be(tmp_path):
@@ -77,10 +77,10 @@ def test_tensorflow_on_two_hosts_of_two_ranks(tmp_path):
         whole, resumed = result["sharded"]
         assert whole == resumed
         assert "has a NaN or an infinity" in result["raise"][0][0]
-        (here, fits), (there, neighbours), (first, others) = (
+        (here, fits), (neighbour, neighbour_fits), (first, others) = (
             each["local steps"] for each in (result, results[rank ^ 1], results[0])
         )
-        assert here == there and fits == neighbours
+        assert here == neighbour and fits == neighbour_fits
         equal = [one == other for one, other in zip(here, first)]
         assert rank < 2 or equal == [True, False, False, True, False, False, True]
         equal = [one == other for one, other in zip(fits, others)]

@@ -85,11 +85,11 @@ def run(compressor, ops, make, data, moments):
     return wire, [[np.asarray(x) for x in step] for step in results], states
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["step", "moments"])
+@pytest.mark.parametrize("with_moments", [False, True], ids=["step", "moments"])
 @pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
-def test_torch_and_tensorflow_send_the_same_bytes(compressor, given):
+def test_torch_and_tensorflow_send_the_same_bytes(compressor, with_moments):
     data = gradients(1, 20)
-    moments = np.abs(gradients(2, 20)) ** 2 / 16 if given else None
+    moments = np.abs(gradients(2, 20)) ** 2 / 16 if with_moments else None
     reference = run(compressor, TorchOps(), torch.from_numpy, data, moments)
     others = [
         run(compressor, TorchOps(static=True), torch.from_numpy, data, moments),
@@ -100,8 +100,8 @@ def test_torch_and_tensorflow_send_the_same_bytes(compressor, given):
     for wire, results, states in others:
         assert wire == reference[0]
         assert states == reference[2]
-        for mine, theirs in zip(results, reference[1]):
-            np.testing.assert_array_equal(mine[0][: size - 1], theirs[0][: size - 1])
+        for ours, theirs in zip(results, reference[1]):
+            np.testing.assert_array_equal(ours[0][: size - 1], theirs[0][: size - 1])
 
 
 OTHERS = LARGEST + LEADER + QUANTIZED
@@ -119,8 +119,8 @@ def test_the_other_methods_send_the_same_bytes(compressor):
     for wire, results, states in others:
         assert wire == reference[0]
         assert states == reference[2]
-        for mine, theirs in zip(results, reference[1]):
-            np.testing.assert_array_equal(mine[0], theirs[0])
+        for ours, theirs in zip(results, reference[1]):
+            np.testing.assert_array_equal(ours[0], theirs[0])
 
 
 def encoded(compressor, ops, layout, step, gradient, state):
@@ -129,8 +129,9 @@ def encoded(compressor, ops, layout, step, gradient, state):
         return encode_step(compressor, ops, layout, None, step, gradient, state)[0].body
     if compressor in LEADER:
         topk, scope = compressor.topk, Scope(layout, whole=False)
-        quota = ops.words(topk.limits(layout))
-        return topk.select(ops, scope, step, state.memory.r + gradient, quota, None)[1]
+        limits = topk.limits(layout)
+        r = state.memory.r + gradient
+        return topk.select(ops, scope, step, r, ops.words(limits), None, sum(limits))[0]
     return compressor.encode(ops, compressor.row_groups(layout), gradient, ops.key(step, 5))[
         "codes"
     ]
@@ -193,7 +194,7 @@ def test_a_traced_encoder_sends_the_same_bytes(compressor, xla):
 
     def encode(capacity, dense, step, gradient, values):
         traces.append(1)
-        level = type(room)(schedule.top if dense is True else 0, capacity, dense)
+        level = type(chosen)(schedule.top if dense is True else 0, capacity, dense)
         before = with_leaves(state, list(values))
         encoded, after = encode_step(compressor, ops, layout, level, step, gradient, before)
         return encoded.body, encoded.sent, [x for _, x in leaves(after)]
@@ -204,18 +205,18 @@ def test_a_traced_encoder_sends_the_same_bytes(compressor, xla):
         graph = tf.function(encode, autograph=False)
     for step, flat in enumerate(data):
         gradient = world.flat([tf.constant(x) for x in split(flat)])
-        room, state = next_level(schedule, eager, state)
-        encoded, state_after = encode_step(compressor, eager, layout, room, step, gradient, state)
+        chosen, state = next_level(schedule, eager, state)
+        encoded, state_after = encode_step(compressor, eager, layout, chosen, step, gradient, state)
         values = [x for _, x in leaves(traced_state)]
         if xla:
-            key = (room.capacity, room.dense)
+            key = (chosen.capacity, chosen.dense)
             if key not in compiled:
                 compiled[key] = tf.function(encode, jit_compile=True, autograph=False)
             body, sent, after = compiled[key](*key, tf.constant(step, tf.int64), gradient, values)
         else:
             body, sent, after = graph(
-                tf.constant(room.capacity, tf.int64),
-                tf.constant(room.dense),
+                tf.constant(chosen.capacity, tf.int64),
+                tf.constant(chosen.dense),
                 tf.constant(step, tf.int64),
                 gradient,
                 values,
@@ -242,13 +243,13 @@ def test_torch_compiles_the_encoder_whole(compressor):
     layout, ops = layout_for(compressor), TorchOps(static=True)
     ops.table(layout, "layer_of_block")
     state = compressor.init(ops, layout)
-    room, _ = compressor.capacity_schedule(layout).next_level(ops, state.capacity)
+    level, _ = compressor.capacity_schedule(layout).next_level(ops, state.capacity)
     world = World(compressor, ops, layout, 1)
     gradient = world.flat([torch.from_numpy(x) for x in split(gradients(4, 1, 1)[0, 0])])
 
     def encode(gradient, memory, sent):
         before = state._replace(memory=memory, sent=sent)
-        encoded, after = encode_step(compressor, ops, layout, room, 3, gradient, before)
+        encoded, after = encode_step(compressor, ops, layout, level, 3, gradient, before)
         return encoded.body, after.memory, after.sent
 
     def fresh():
@@ -281,7 +282,9 @@ def test_bytes_of_egc_follow_the_entropy(backend, coding):
     compressor = EGCCompressor(K=10, momentum=0.9, entropy_interval=2, index_coding=coding)
     world, random = World(compressor, ops(), layout, 2), np.random.default_rng(5)
     rooms = compressor.capacities(layout)
-    sizes = [compressor.payload_bytes(layout, CapacityLevel(0, room, False)) for room in rooms]
+    sizes = [
+        compressor.payload_bytes(layout, CapacityLevel(0, capacity, False)) for capacity in rooms
+    ]
     assert rooms[-1] == compressor.capacity(layout) == 200 + 1 + 150
     assert all(b <= 1.25 * a for a, b in zip(rooms, rooms[1:])) and sizes == sorted(set(sizes))
     # Of the elements of one rank and of the other so many are in the upper of two bins.

@@ -127,7 +127,7 @@ def test_owners_do_as_in_the_paper(seed, ranks, sizes, slack):
             expected.steps += 1
         else:
             expected.k = capacities[level]
-            expected.room = world.compressor.slots(expected.k, ranks)
+            expected.capacity = world.compressor.slots(expected.k, ranks)
             assert np.array_equal(results[0].numpy(), expected.step(sent))
         for state, residual in zip(world.states, expected.residual):
             assert np.array_equal(state.r.numpy(), residual)
@@ -212,13 +212,13 @@ def test_a_failed_exchange_keeps_what_the_method_has_sent(bad, tau):
         world.step(gradients(world, random))
     before = [residual_of(world.compressor, state).clone() for state in world.states]
     drawn = gradients(world, random)
-    there = [kept + g for kept, g in zip(before, drawn)]
-    there[1] = before[1]
+    pending = [kept + g for kept, g in zip(before, drawn)]
+    pending[1] = before[1]
     drawn[1][7] = bad
     with pytest.raises(NonFiniteGradientError):
         world.step(drawn)
     assert all(isinstance(error, NonFiniteGradientError) for error in world.failures)
-    for state, expected in zip(world.states, there):
+    for state, expected in zip(world.states, pending):
         torch.testing.assert_close(residual_of(world.compressor, state), expected)
 
 

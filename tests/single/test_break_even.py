@@ -234,9 +234,9 @@ def test_it_is_what_the_other_levels_send(compressor, size, static, monkeypatch)
             patch.setattr(kind, "capacity_schedule", gathering(kind.capacity_schedule))
             gathered = plain.step([g.clone() for g in gradients], **extra)
         torch.testing.assert_close(totals[0], gathered[0], rtol=1e-5, atol=1e-6)
-        for mine, theirs in zip(world.states, plain.states):
-            assert all(map(torch.equal, mine.memory, theirs.memory))
-            assert torch.equal(mine.sent, theirs.sent)
+        for ours, theirs in zip(world.states, plain.states):
+            assert all(map(torch.equal, ours.memory, theirs.memory))
+            assert torch.equal(ours.sent, theirs.sent)
     assert True in ways
 
 
@@ -252,17 +252,19 @@ def test_nothing_is_lost(compressor, size):
         (total, *_) = world.step(gradients, **extra)
         momentum = getattr(compressor, "momentum", 0.0)
         came = [g + momentum * u if momentum else g for g, u in zip(gradients, velocity)]
-        there = [r + x for r, x in zip(before, came)]
+        pending = [r + x for r, x in zip(before, came)]
         for rank, state in enumerate(world.states):
             sent = sent_by(world, rank) if is_summed(world) else None
             if sent is None:
                 continue
-            kept, own = state.memory[0], sent != 0
-            assert torch.equal(kept[~own], there[rank][~own]), "settled without being sent"
+            kept, touched = state.memory[0], sent != 0
+            assert torch.equal(kept[~touched], pending[rank][~touched]), (
+                "settled without being sent"
+            )
             if isinstance(compressor, VarianceCompressor) and not compressor.feedback_rounding:
-                assert not kept[own].any()
+                assert not kept[touched].any()
             else:
-                torch.testing.assert_close(kept + sent, there[rank], rtol=0, atol=1e-6)
+                torch.testing.assert_close(kept + sent, pending[rank], rtol=0, atol=1e-6)
         if is_summed(world):
             whole = sum(sent_by(world, rank).double() for rank in range(size))
             torch.testing.assert_close(total.double(), whole, rtol=1e-5, atol=1e-5)
@@ -409,17 +411,17 @@ def test_a_graph_sums_what_torch_does_and_is_traced_once(compressor):
     random, ways = np.random.default_rng(9), set()
     for number in range(30):
         gradients, extra = drawn(random, reference, 1.0 if 3 < number < 6 else 0.01)
-        given, moments = (
+        flats, moments = (
             [tf.constant(x.numpy()) for x in xs] for xs in (gradients, *extra.values())
         )
-        totals, values = step(tf.constant(number, tf.int64), given, moments, values)
+        totals, values = step(tf.constant(number, tf.int64), flats, moments, values)
         expected = reference.step(gradients, **extra)
         ways.add(is_summed(reference))
-        for mine, theirs in zip(totals, expected):
-            np.testing.assert_array_equal(mine, theirs)
+        for ours, theirs in zip(totals, expected):
+            np.testing.assert_array_equal(ours, theirs)
         for state, other in zip(values, reference.states):
-            for mine, (name, theirs) in zip(state, leaves(other)):
-                np.testing.assert_array_equal(mine, theirs, name)
+            for ours, (name, theirs) in zip(state, leaves(other)):
+                np.testing.assert_array_equal(ours, theirs, name)
     assert ways == {False, True}
     assert len(traces) == 1, "a level must not retrace"
 
@@ -435,8 +437,8 @@ def test_tensorflow_sums_the_same_bits(compressor):
         moments = {name: [tf.constant(x.numpy()) for x in xs] for name, xs in extra.items()}
         totals, same = worlds[0].step(gradients, **extra), worlds[1].step(flats, **moments)
         np.testing.assert_array_equal(totals[0], same[0])
-        for mine, theirs in zip(*(world.traffic for world in worlds)):
-            for a, b in zip(mine, theirs):
+        for ours, theirs in zip(*(world.traffic for world in worlds)):
+            for a, b in zip(ours, theirs):
                 np.testing.assert_array_equal(a.tensor, b.tensor)
     assert is_summed(worlds[0])
 

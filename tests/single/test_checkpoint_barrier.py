@@ -23,8 +23,8 @@ def test_a_reply_is_read_before_errors_that_come_earlier(first, monkeypatch, one
     process_set = SimpleNamespace(process_set_id=77, ranks=[0, 1], size=lambda: 2)
     alive = [SimpleNamespace(process_set=process_set, sync=sync) for sync in syncs]
     monkeypatch.setattr(checkpoint_barrier, "living", alive)
-    monkeypatch.setattr(checkpoint_barrier, "summed", lambda *given: begin)
-    monkeypatch.setattr(checkpoint_barrier, "submitted", lambda *given: next(futures))
+    monkeypatch.setattr(checkpoint_barrier, "summed", lambda *arguments: begin)
+    monkeypatch.setattr(checkpoint_barrier, "submitted", lambda *arguments: next(futures))
     monkeypatch.setattr(checkpoint_barrier, "PATIENCE", 1.0)
 
     def shut_down():

@@ -82,8 +82,8 @@ def test_addition_in_rows(framework, x, data):
     base = data.draw(st.sampled_from((None, x)))
     with threads(data.draw(st.sampled_from((1, 2)))):
         ours = both("add_in_rows", base, torch.full_like(x, 7.0), length, index, values, weights)
-    room = torch.full_like(x, 7.0)
-    assert same(ours, PLAIN.add_in_rows(base, room, length, index, values, weights))
+    out = torch.full_like(x, 7.0)
+    assert same(ours, PLAIN.add_in_rows(base, out, length, index, values, weights))
 
 
 @pytest.mark.parametrize("framework", frameworks())
@@ -150,10 +150,10 @@ def test_bins(framework, sizes, none, bits, shuffled, scale, seed):
             assert (values - sent).abs().max() <= values.abs().max() * 2.0**-38
     # Each group as if it were alone, to the bit.
     alone, firsts = max(range(len(sizes)), key=sizes.__getitem__), [0, *accumulate(entries)]
-    mine = group == alone
-    zeros = torch.zeros(int(mine.sum()), dtype=torch.int64)
-    _, own = both("encode_bins", x[mine], zeros, entries[alone : alone + 1], bits)
-    assert same(own, means[firsts[alone] : firsts[alone + 1]])
+    chosen = group == alone
+    zeros = torch.zeros(int(chosen.sum()), dtype=torch.int64)
+    _, apart = both("encode_bins", x[chosen], zeros, entries[alone : alone + 1], bits)
+    assert same(apart, means[firsts[alone] : firsts[alone + 1]])
 
 
 @NATIVE
@@ -223,9 +223,9 @@ def test_what_is_accumulated_is_checked(size, value):
     x, y = torch.randn(size), torch.randn(size)
     y[size // 2] = value
     for ops in (TorchOps(), TorchOps(static=True)):
-        finite, *found = ops.accumulate_largest_checked(x, 0.5, y.clone(), 64, 3)
+        finite, *results = ops.accumulate_largest_checked(x, 0.5, y.clone(), 64, 3)
         assert bool(finite) is (value == 0.0)
         if value == 0.0:
             assert all(
-                map(torch.equal, found, TorchOps().accumulate_largest(x, 0.5, y.clone(), 64, 3))
+                map(torch.equal, results, TorchOps().accumulate_largest(x, 0.5, y.clone(), 64, 3))
             )

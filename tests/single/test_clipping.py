@@ -62,7 +62,7 @@ def layout_cut(layout, flat):
 def test_it_is_what_the_gradient_clipped_before_would_give(compressor):
     layout = layout_of(compressor)
     clips = World(replace(compressor, max_norm=MOST), OPS, layout, RANKS)
-    given = World(compressor, OPS, layout, RANKS)
+    plain = World(compressor, OPS, layout, RANKS)
     context = Context(layout, 0, RANKS, 0)
     for step in range(6):
         full, limited, moments, smaller = gradients(clips, step), [], [], []
@@ -74,11 +74,11 @@ def test_it_is_what_the_gradient_clipped_before_would_give(compressor):
         kept = [x.clone() for x in moments]
         more = {"moment": moments} if compressor.uses_moments else {}
         less = {"moment": smaller} if compressor.uses_moments else {}
-        one, other = clips.step(full, **more)[0], given.step(limited, **less)[0]
+        one, other = clips.step(full, **more)[0], plain.step(limited, **less)[0]
         assert torch.equal(one, other)
         assert all(map(torch.equal, moments, kept)), "moments are only lent"
-    for mine, theirs in zip(clips.states, given.states):
-        for (path, x), (_, y) in zip(leaves(mine), leaves(theirs)):
+    for ours, theirs in zip(clips.states, plain.states):
+        for (path, x), (_, y) in zip(leaves(ours), leaves(theirs)):
             assert torch.equal(x, y) or x.isnan().all(), path
 
 

@@ -160,13 +160,13 @@ def test_calls_do_not_grow_with_layers(compressor):
         ops = TorchOps(static=True)
         state = compressor.init(ops, layout)
         gradient = torch.randn(layout.size)
-        room, _ = compressor.capacity_schedule(layout).next_level(ops, state.capacity)
-        encode_step(compressor, ops, layout, room, 0, gradient.clone(), state)
+        level, _ = compressor.capacity_schedule(layout).next_level(ops, state.capacity)
+        encode_step(compressor, ops, layout, level, 0, gradient.clone(), state)
         with Operators() as seen:
-            encode_step(compressor, ops, layout, room, 0, gradient, state)
+            encode_step(compressor, ops, layout, level, 0, gradient, state)
         counts.append(len(seen.names))
-    most = 150 if compressor.index_coding == "int32" else 225
-    assert abs(counts[0] - counts[1]) <= 1 < counts[0] < most  # one pads the exponents to words
+    limit = 150 if compressor.index_coding == "int32" else 225
+    assert abs(counts[0] - counts[1]) <= 1 < counts[0] < limit  # one pads the exponents to words
 
 
 def test_buckets_on_several_streams_take_turns(monkeypatch):

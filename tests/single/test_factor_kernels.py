@@ -19,14 +19,14 @@ CASES = (  # size, and matrices: start, rows, columns, rank
 )
 
 
-def given(size, matrices):
+def arguments_of(size, matrices):
     generator = torch.Generator().manual_seed(size)
     left = sum(rows * rank for _, rows, _, rank in matrices)
     right = sum(columns * rank for _, _, columns, rank in matrices)
     between = size - sum(rows * columns for _, rows, columns, _ in matrices)
     sizes = (size, size, left, right, left, right, between)
-    x, room, p, q, other_p, other_q, rest = (torch.randn(n, generator=generator) for n in sizes)
-    return x, room, matrices, (p, q), (other_p, other_q), rest
+    x, out, p, q, other_p, other_q, rest = (torch.randn(n, generator=generator) for n in sizes)
+    return x, out, matrices, (p, q), (other_p, other_q), rest
 
 
 def copies(arguments):
@@ -36,7 +36,7 @@ def copies(arguments):
 @NATIVE
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_factors(case):
-    ops, arguments = TorchOps(), given(*case)
+    ops, arguments = TorchOps(), arguments_of(*case)
     ours = ops.expand_factors(*copies(arguments))
     double = [
         tuple(y.double() for y in x)
@@ -56,28 +56,28 @@ def test_factors(case):
 @NATIVE
 @pytest.mark.parametrize("case", CASES[1:], ids=str)
 def test_tensorflow_has_the_same_bits(case):
-    both, arguments = Both("tensorflow"), given(*case)
+    both, arguments = Both("tensorflow"), arguments_of(*case)
     pairs = [tuple(map(both.of, pair)) for pair in arguments[3:5]]
-    x, room, rest = map(both.of, (arguments[0], arguments[1], arguments[5]))
-    found = both.ops.expand_factors(x, room, arguments[2], *pairs, rest)
+    x, out, rest = map(both.of, (arguments[0], arguments[1], arguments[5]))
+    results = both.ops.expand_factors(x, out, arguments[2], *pairs, rest)
     ours = TorchOps().expand_factors(*copies(arguments))
-    assert all(same(both.back(one), other) for one, other in zip(found, ours))
+    assert all(same(both.back(one), other) for one, other in zip(results, ours))
 
 
 @NATIVE
 def test_what_is_between_matrices_is_kept_nowhere():
-    x, room, matrices, own, mean, rest = given(40, ((5, 4, 7, 3),))
-    kept, total = TorchOps().expand_factors(x.clone(), room, matrices, own, mean, rest)
+    x, out, matrices, factors, mean, rest = arguments_of(40, ((5, 4, 7, 3),))
+    kept, total = TorchOps().expand_factors(x.clone(), out, matrices, factors, mean, rest)
     assert not kept[:5].any() and not kept[33:].any()
     assert torch.equal(torch.cat((total[:5], total[33:])), rest)
     assert torch.allclose(
-        kept[5:33].view(4, 7), x[5:33].view(4, 7) - own[0].view(4, 3) @ own[1].view(7, 3).T
+        kept[5:33].view(4, 7), x[5:33].view(4, 7) - factors[0].view(4, 3) @ factors[1].view(7, 3).T
     )
 
 
 @NATIVE
 def test_what_does_not_fit_is_refused():
-    ops, (x, room, _, own, mean, rest) = TorchOps(), given(40, ((5, 4, 7, 3),))
+    ops, (x, out, _, factors, mean, rest) = TorchOps(), arguments_of(40, ((5, 4, 7, 3),))
     for matrices in (
         ((13, 4, 7, 3),),
         ((-1, 4, 7, 3),),
@@ -89,11 +89,11 @@ def test_what_does_not_fit_is_refused():
         (),
     ):
         with pytest.raises(ValueError, match="expand_factors"):
-            ops.expand_factors(x.clone(), room, matrices, own, mean, rest)
-    for wrong in (own[0][:-1], own[1]), (own[0], own[1][:-1]):
+            ops.expand_factors(x.clone(), out, matrices, factors, mean, rest)
+    for wrong in (factors[0][:-1], factors[1]), (factors[0], factors[1][:-1]):
         with pytest.raises(ValueError, match="expand_factors"):
-            ops.expand_factors(x.clone(), room, ((5, 4, 7, 3),), wrong, mean, rest)
+            ops.expand_factors(x.clone(), out, ((5, 4, 7, 3),), wrong, mean, rest)
         with pytest.raises(ValueError, match="expand_factors"):
-            ops.expand_factors(x.clone(), room, ((5, 4, 7, 3),), own, wrong, rest)
+            ops.expand_factors(x.clone(), out, ((5, 4, 7, 3),), factors, wrong, rest)
     with pytest.raises(ValueError, match="expand_factors"):
-        ops.expand_factors(x.clone(), room, ((5, 4, 7, 3),), own, mean, rest[:-1])
+        ops.expand_factors(x.clone(), out, ((5, 4, 7, 3),), factors, mean, rest[:-1])

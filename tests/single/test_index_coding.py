@@ -99,12 +99,12 @@ def test_it_is_the_code_of_elias_and_fano(make, native, rows, count, universe, s
     assert np.asarray(payload["high"]).tolist() == high
     assert np.array_equal(np.asarray(code.decode(ops, payload)), numbers)
     damaged = {name: random.integers(0, 2**32, len(x)) for name, x in payload.items()}
-    found = np.asarray(code.decode(ops, {name: of(x) for name, x in damaged.items()}))
+    decoded = np.asarray(code.decode(ops, {name: of(x) for name, x in damaged.items()}))
     plain = TorchOps()
     plain.native = None
     damaged = {name: torch.from_numpy(x) for name, x in damaged.items()}
-    assert np.array_equal(found, code.decode(plain, damaged).numpy())
-    assert found.size == 0 or 0 <= found.min() <= found.max() <= universe
+    assert np.array_equal(decoded, code.decode(plain, damaged).numpy())
+    assert decoded.size == 0 or 0 <= decoded.min() <= decoded.max() <= universe
     one = EliasFano.of(1, count, universe)
     apart = one.encode_apart(ops, of(numbers))
     for row in range(rows):
@@ -147,14 +147,15 @@ def test_levels_end_where_places_or_a_sum_move_fewer_bytes(compressor):
 def totals(compressor, ops, of, steps=8):
     """What three ranks get in each step, and the bytes that a rank sends in all."""
     layout = Layout(("a", "b"), ((3000,), (100, 5)), block=compressor.block)
-    world, random, found, sent = World(compressor, ops, layout, 3), np.random.default_rng(2), [], 0
+    world, random = World(compressor, ops, layout, 3), np.random.default_rng(2)
+    results, sent = [], 0
     for _ in range(steps):
         flat = random.normal(0, 0.25, (3, 3500)).astype("f4")
         world_of = [[of(x[:3000]), of(x[3000:].reshape(100, 5))] for x in flat]
         reduced = world.step([world.flat(tensors) for tensors in world_of])
-        found.append(np.asarray(reduced[0]).copy())
+        results.append(np.asarray(reduced[0]).copy())
         sent += len(np.asarray(world.traffic[0][0].tensor))
-    return found, sent
+    return results, sent
 
 
 @pytest.mark.parametrize(("make", "native"), frameworks())

@@ -63,8 +63,8 @@ def sent_by(world: World, rank: int) -> torch.Tensor:
     if len(world.traffic) > 1:  # it was summed
         pieces = world.traffic[1][rank].tensor.split(list(layout.sizes))
         return world.flat([piece.view(s) for piece, s in zip(pieces, layout.shapes)])
-    body, weight, room = buffer[None, 32:], torch.ones(1), torch.empty(layout.size)
-    return decode_step(compressor, ops, layout, Payloads(level_of(world), body, weight), room)
+    body, weight, out = buffer[None, 32:], torch.ones(1), torch.empty(layout.size)
+    return decode_step(compressor, ops, layout, Payloads(level_of(world), body, weight), out)
 
 
 def level_of(world: World) -> CapacityLevel:
@@ -152,12 +152,12 @@ def test_nothing_is_lost(compressor, shapes, seed, size):
         totals = world.step(gradients)
         for rank, state in enumerate(world.states):
             sent = sent_by(world, rank)
-            there = before[rank] + arrived(compressor, gradients[rank], velocities[rank])
+            pending = before[rank] + arrived(compressor, gradients[rank], velocities[rank])
             untouched = sent == 0
             torch.testing.assert_close(
-                state.memory.r[untouched], there[untouched], rtol=1e-6, atol=1e-6
+                state.memory.r[untouched], pending[untouched], rtol=1e-6, atol=1e-6
             )
-            torch.testing.assert_close(sent[~untouched], there[~untouched], rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(sent[~untouched], pending[~untouched], rtol=1e-6, atol=1e-6)
             assert not state.memory.r[~untouched].any()
             before[rank] = state.memory.r.clone()
         assert all(torch.equal(total, totals[0]) for total in totals)
@@ -297,8 +297,8 @@ def test_entropy_is_that_of_the_elements_without_padding(sizes, bins, shift, see
         bits.append(-sum(p * math.log2(p) for p in share if p))
     ops, plain = TorchOps(), TorchOps()
     plain.native = None
-    found = entropy_of_layers(ops, layout, gradient, bins)
-    assert found.tolist() == pytest.approx(bits, abs=1e-9)
+    entropy = entropy_of_layers(ops, layout, gradient, bins)
+    assert entropy.tolist() == pytest.approx(bits, abs=1e-9)
     counts = ops.layer_histograms(layout, gradient, bins)
     assert torch.equal(counts, plain.layer_histograms(layout, gradient, bins))
     assert counts.sum(0).tolist() == sizes

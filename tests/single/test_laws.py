@@ -78,8 +78,8 @@ def sent_by(world, rank):
         pieces = world.traffic[1][rank].tensor.split(list(layout.sizes))
         return world.flat([piece.view(s) for piece, s in zip(pieces, layout.shapes)])
     one = torch.ones(1, device=ops.device)
-    room = torch.empty(layout.size, device=ops.device)
-    return decode_step(compressor, ops, layout, Payloads(level, buffer[None, 32:], one), room)
+    out = torch.empty(layout.size, device=ops.device)
+    return decode_step(compressor, ops, layout, Payloads(level, buffer[None, 32:], one), out)
 
 
 def level_of(world):
@@ -114,17 +114,17 @@ def check_nothing_is_lost(compressor, ops, shapes, seed, size, steps):
             moments["moment"] = [g * g * 0.1 for g in gradients]
         totals = world.step(gradients, **moments)
         for rank in range(size):
-            there = before[rank] + gradients[rank]
+            pending = before[rank] + gradients[rank]
             kept, sent = world.states[rank].memory[0], sent_by(world, rank)
             touched = sent != 0
-            assert torch.equal(kept[~touched], there[~touched]), "settled without being sent"
+            assert torch.equal(kept[~touched], pending[~touched]), "settled without being sent"
             if isinstance(compressor, (HybridCompressor, StromCompressor)):
-                assert torch.equal(kept, there - sent)
+                assert torch.equal(kept, pending - sent)
             elif compressor.feedback_rounding:
-                assert torch.equal(kept + sent, there)
+                assert torch.equal(kept + sent, pending)
             else:  # rounding is dropped by design: within the closer power of two
                 assert (kept[touched] == 0).all()
-                ratio = there[touched] / sent[touched]
+                ratio = pending[touched] / sent[touched]
                 assert ((ratio >= 0.75) & (ratio < 2.0)).all()
         for total in totals:
             assert torch.equal(total, totals[0]), "replicas differ"
@@ -261,11 +261,11 @@ def test_two_thousand_steps_of_any_scale_and_of_zeros(compressor):
             state = world.states[rank]
             assert all(x.isfinite().all() for x in state.memory)
             sent, kept = sent_by(world, rank), state.memory[0]
-            there = before[rank] + gradients[rank]
-            assert torch.equal(kept[sent == 0], there[sent == 0])
+            pending = before[rank] + gradients[rank]
+            assert torch.equal(kept[sent == 0], pending[sent == 0])
             if isinstance(compressor, StromCompressor):
                 accumulated[rank] += gradients[rank].double() - sent.double()
-                largest[rank] = torch.maximum(largest[rank], there.abs().double())
+                largest[rank] = torch.maximum(largest[rank], pending.abs().double())
     assert received > 0
     if isinstance(compressor, StromCompressor):
         for rank in range(2):  # all that ever came in is out or kept, to float32 rounding

@@ -113,10 +113,10 @@ def trained(size, steps, *how, **more):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("every", [1, 3, 7])
 def test_diloco_is_that_of_the_paper(ranks, every):
-    outer, own = oracle.diloco(START, inner, ranks, 15, every, 0.7, 0.9)
-    for rank, (mine, shared) in enumerate(trained(ranks, 15, LocalSchedule(every))):
+    outer, replicas = oracle.diloco(START, inner, ranks, 15, every, 0.7, 0.9)
+    for rank, (weights, shared) in enumerate(trained(ranks, 15, LocalSchedule(every))):
         np.testing.assert_allclose(shared, outer, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(mine, own[rank], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(weights, replicas[rank], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -129,10 +129,10 @@ def test_streaming_is_that_of_the_paper(fragments, delay, blend):
     parts = [slice(ends[r.start], ends[r.stop]) for r in cut(sizes, fragments)]
     schedule = LocalSchedule(6, 0, fragments, delay, blend)
     how = 0.7, 0.9, parts, delay, schedule.blend
-    outer, own = oracle.streaming(START, inner, 2, 25, 6, *how)
-    for rank, (mine, shared) in enumerate(trained(2, 25, schedule)):
+    outer, replicas = oracle.streaming(START, inner, 2, 25, 6, *how)
+    for rank, (weights, shared) in enumerate(trained(2, 25, schedule)):
         np.testing.assert_allclose(shared, outer, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(mine, own[rank], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(weights, replicas[rank], rtol=1e-4, atol=1e-5)
 
 
 def test_sparse_loco_is_that_of_the_paper():
@@ -154,8 +154,8 @@ def test_sparse_loco_is_that_of_the_paper():
         (bucket,) = optimizer.reducers[0].buckets
         return net.flat(), flat(bucket.cut(residual_of(bucket.compressor, bucket.state)))
 
-    for rank, (mine, kept) in enumerate(run(2, work)):
-        np.testing.assert_allclose(mine, outer, rtol=1e-3, atol=1e-4)
+    for rank, (weights, kept) in enumerate(run(2, work)):
+        np.testing.assert_allclose(weights, outer, rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(kept, residual[rank], rtol=1e-3, atol=1e-4)
 
 
@@ -166,8 +166,8 @@ def test_after_each_step_and_without_momentum_it_is_averaging(ranks, steps):
     x = START.astype(np.float64)
     for step in range(1, steps + 1):
         x = x - RATE * np.mean([gradient(rank, step, x) for rank in range(ranks)], axis=0)
-    for mine, _ in trained(ranks, steps, LocalSchedule(1), OuterSGD(1.0, 0.0)):
-        np.testing.assert_allclose(mine, x, rtol=1e-4, atol=1e-5)
+    for weights, _ in trained(ranks, steps, LocalSchedule(1), OuterSGD(1.0, 0.0)):
+        np.testing.assert_allclose(weights, x, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("module", ["torch", "torch.ddp"])
@@ -240,9 +240,9 @@ def test_nothing_is_lost_over_rounds(compression):
 
     results = run(size, work)
     applied = results[0][2] * size
-    given = sum(total for total, _, _ in results)
+    expected = sum(total for total, _, _ in results)
     kept = sum(kept for _, kept, _ in results)
-    np.testing.assert_allclose(applied + kept, given, atol=2e-3)
+    np.testing.assert_allclose(applied + kept, expected, atol=2e-3)
 
 
 def test_replicas_are_equal_after_each_exchange():
@@ -251,12 +251,12 @@ def test_replicas_are_equal_after_each_exchange():
         how = LocalSchedule(4), DILOCO, gc.DGCCompressor(density=0.1, momentum=0.0)
         adam = torch.optim.AdamW(net.parameters(), 0.01)
         optimizer = over(rank, net, *how, optimizer=adam)
-        found = []
+        history = []
         for step in range(1, 13):
             train(rank, net, optimizer, 1, step)
-            found.append(net.flat())
+            history.append(net.flat())
         verify(optimizer)
-        return found
+        return history
 
     first, second = run(2, work)
     for step in range(1, 13):
@@ -277,8 +277,8 @@ def test_warmup_averages_gradients():
         x = net.flat()
         net.set_gradients((gradient(0, step, x) + gradient(1, step, x)) / 2)
         adam.step()
-    for mine, rounds, sent in run(2, work):
-        np.testing.assert_allclose(mine, net.flat(), rtol=1e-4, atol=1e-5)
+    for weights, rounds, sent in run(2, work):
+        np.testing.assert_allclose(weights, net.flat(), rtol=1e-4, atol=1e-5)
         assert rounds == 0
         assert sent == 4 * SIZE * 4
 
@@ -296,8 +296,8 @@ def test_momentum_of_the_outer_optimizer_is_taken_over():
         return net.flat()
 
     outer, _ = oracle.diloco(START, inner, 2, 8, 2, 0.7, 0.9)
-    for mine in run(2, work):
-        np.testing.assert_allclose(mine, outer, rtol=1e-4, atol=1e-5)
+    for weights in run(2, work):
+        np.testing.assert_allclose(weights, outer, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("cut_at", [3, 5, 6, 7, 8, 9])
@@ -359,8 +359,8 @@ def test_another_rank_s_state_gives_the_global_parameters():
         optimizer.load_state_dict(saved[0])
         return net.flat()
 
-    (shared, _), (own, other) = run(2, save), run(2, load)
-    assert not np.array_equal(own, shared)
+    (shared, _), (loaded, other) = run(2, save), run(2, load)
+    assert not np.array_equal(loaded, shared)
     np.testing.assert_array_equal(other, shared)
 
 
@@ -440,8 +440,8 @@ def test_parameters_may_be_set_between_rounds():
         train(rank, net, optimizer, 1)
         return globals_of(optimizer)
 
-    for found in run(2, work):
-        np.testing.assert_array_equal(found, START)
+    for weights in run(2, work):
+        np.testing.assert_array_equal(weights, START)
 
 
 SCHEDULES = {
@@ -647,9 +647,9 @@ def test_a_scaler_s_overflow_on_one_rank_keeps_ranks_together():
     outer, _ = oracle.diloco(START, alone, 2, 6, 2, 0.7, 0.9)
     results = run(2, work)
     assert [scale for *_, scale in results] == [4.0, 2.0]
-    for mine, steps, _ in results:
+    for weights, steps, _ in results:
         assert steps == 6
-        np.testing.assert_allclose(mine, outer, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(weights, outer, rtol=1e-4, atol=1e-5)
 
 
 def test_an_exchange_that_is_asked_for_while_another_is_on_its_way():
@@ -878,11 +878,11 @@ def test_what_ranks_go_on_from_in_the_warm_up_are_the_parameters_of_now():
 
 def made_in_inference_mode():
     """Return the tensors that are alive and can never be written to again."""
-    found = []
+    tensors = []
     for item in gc_module.get_objects():
         if issubclass(type(item), torch.Tensor) and item.is_inference():
-            found.append(item)
-    return found
+            tensors.append(item)
+    return tensors
 
 
 WITH_STATE = [("plain", c) for c in (None, *FEEDBACK)]

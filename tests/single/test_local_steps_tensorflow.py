@@ -80,10 +80,10 @@ def trained(steps, *how, **more):
 
 @pytest.mark.parametrize("every", [1, 3, 7])
 def test_diloco_is_that_of_the_paper(every):
-    outer, own = oracle.diloco(START, inner, 1, 15, every, 0.7, 0.9)
+    outer, replicas = oracle.diloco(START, inner, 1, 15, every, 0.7, 0.9)
     variables, local = trained(15, every, DILOCO)
     np.testing.assert_allclose(globals_of(local), outer, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(flat(variables), own[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(flat(variables), replicas[0], rtol=1e-4, atol=1e-5)
     assert (local.steps_made, local.rounds) == (15, 15 // every)
 
 
@@ -94,10 +94,10 @@ def test_diloco_is_that_of_the_paper(every):
 def test_streaming_is_that_of_the_paper(fragments, delay, blend):
     parts = [slice(ENDS[r.start], ENDS[r.stop]) for r in cut(SIZES, fragments)]
     how = 0.7, 0.9, parts, delay, LocalSchedule(6, 0, fragments, delay, blend).blend
-    outer, own = oracle.streaming(START, inner, 1, 25, 6, *how)
+    outer, replicas = oracle.streaming(START, inner, 1, 25, 6, *how)
     variables, local = trained(25, 6, DILOCO, fragments=fragments, delay=delay, blend=blend)
     np.testing.assert_allclose(globals_of(local), outer, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(flat(variables), own[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(flat(variables), replicas[0], rtol=1e-4, atol=1e-5)
 
 
 def test_momentum_may_be_the_compressor_s():
@@ -193,23 +193,23 @@ def test_gradients_are_averaged_in_a_graph_too():
 def test_a_new_trace_compares_nothing_with_other_ranks(monkeypatch):
     """After a restart other ranks may still run the graph that they have, and would not answer."""
     local = hvd.LocalSteps([tf.Variable([1.0])], 4, warmup_steps=9)
-    asked = []
+    gathered = []
     gather = local._ranks._gather
-    monkeypatch.setattr(local._ranks, "_gather", lambda *how: asked.append(how) or gather(*how))
+    monkeypatch.setattr(local._ranks, "_gather", lambda *how: gathered.append(how) or gather(*how))
 
     @tf.function
     def reduced(batch):
         return local.reduce_gradients([tf.reduce_sum(batch, keepdims=True)])
 
     reduced(tf.ones(2))
-    assert asked
+    assert gathered
     local.step()
     local.restart()
-    asked.clear()
+    gathered.clear()
     reduced(tf.ones(3))
-    assert reduced.experimental_get_tracing_count() == 2 and not asked
+    assert reduced.experimental_get_tracing_count() == 2 and not gathered
     local.step()
-    assert asked
+    assert gathered
 
 
 def test_variables_that_were_set():
@@ -249,10 +249,10 @@ def test_setting_an_element_keeps_the_precision_of_the_others():
     assert any(
         (c.numpy() != tf.cast(v, tf.float32).numpy()).any() for c, v in zip(copies, variables)
     )
-    own = [v.read_value() for v in variables]
+    values = [v.read_value() for v in variables]
     for v in variables:
         v.assign(tf.zeros_like(v))
-    for v, value in zip(variables, own):
+    for v, value in zip(variables, values):
         v.assign(value)
     for take_over in (local.restart_if_set, local.restart):
         take_over()
@@ -274,9 +274,9 @@ def test_changes_below_the_precision_of_the_model_add_up():
     for _ in range(16):
         variable.assign_add(tf.fill((4,), tf.cast(2.0**-6, tf.bfloat16)))
         local.step()  # the global variable moves by 2^-9, and bfloat16 has 2^-7 here
-        own = variable.read_value()
-        variable.assign(tf.zeros_like(own))
-        variable.assign(own)
+        value = variable.read_value()
+        variable.assign(tf.zeros_like(value))
+        variable.assign(value)
         local.restart()
     (copies,) = local.global_variables
     np.testing.assert_allclose(copies[0].numpy(), 1 + 16 * 2.0**-9)

@@ -57,12 +57,12 @@ def test_it_is_that_of_the_paper(ranks, compress):
 
     how = compress or (lambda x: x), RATE, (0.9, 0.999), 1e-8, DECAY
     x, m, _ = oracle.train(START, gradient, ranks, 12, WARMUP, *how)
-    for mine, momentum in run(ranks, work):
+    for weights, momentum in run(ranks, work):
         if compress is None:
-            np.testing.assert_allclose(mine, x, rtol=1e-3, atol=1e-4)
+            np.testing.assert_allclose(weights, x, rtol=1e-3, atol=1e-4)
             np.testing.assert_allclose(momentum, m, rtol=1e-3, atol=1e-4)
         else:  # a tie in rounding may choose another element
-            close = np.isclose(mine, x, rtol=1e-3, atol=1e-3)
+            close = np.isclose(weights, x, rtol=1e-3, atol=1e-3)
             assert close.mean() > 0.95
 
 
@@ -76,12 +76,12 @@ def test_the_first_steps_are_plain_adam(kind):
         adam.step()
 
     def work(rank):
-        mine = Net()
-        train(rank, mine, over(rank, mine, gc.OneBitCompressor(), kind), WARMUP)
-        return mine.flat()
+        model = Net()
+        train(rank, model, over(rank, model, gc.OneBitCompressor(), kind), WARMUP)
+        return model.flat()
 
-    for mine in run(2, work):
-        np.testing.assert_allclose(mine, net.flat(), rtol=1e-4, atol=1e-6)
+    for weights in run(2, work):
+        np.testing.assert_allclose(weights, net.flat(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
@@ -108,9 +108,9 @@ def test_with_the_variance_that_adam_would_have_it_is_adam(kind):
                     p.sub_(RATE * state["exp_avg"] / (1 - 0.9**step) / root)
 
     def work(rank):
-        mine = Net()
-        train(rank, mine, over(rank, mine, None, kind), 8)
-        return mine.flat()
+        model = Net()
+        train(rank, model, over(rank, model, None, kind), 8)
+        return model.flat()
 
     np.testing.assert_allclose(run(1, work)[0], net.flat(), rtol=1e-4, atol=1e-5)
 
@@ -213,10 +213,10 @@ def test_what_has_no_second_moment_stays():
             optimizer.step()
         return net.flat()
 
-    for mine in run(2, work):
+    for weights in run(2, work):
         shrunk = START[:20] * (1 - RATE * DECAY) ** 8
-        np.testing.assert_allclose(mine[:20], shrunk, rtol=1e-5)
-        assert not np.allclose(mine[20:], START[20:])
+        np.testing.assert_allclose(weights[:20], shrunk, rtol=1e-5)
+        assert not np.allclose(weights[20:], START[20:])
 
 
 def test_a_parameter_that_thaws_on_one_rank_is_an_error_on_all():
@@ -233,15 +233,15 @@ def test_a_parameter_that_thaws_on_one_rank_is_an_error_on_all():
 
 
 def test_bad_settings():
-    def said(compression=None, **more):
+    def message_of(compression=None, **more):
         (error,) = run(1, lambda rank: over(rank, Net(), compression, **more))
         return str(error)
 
-    assert "momentum=0" in said(gc.DGCCompressor(momentum=0.9))
-    assert "warmup_steps" in said(warmup=0)
-    assert "AdamW" in said(kind=torch.optim.SGD)
-    assert "nonfinite" in said(nonfinite="propagate")
-    assert "moments='step'" in said(gc.VarianceCompressor(moments="sample"))
+    assert "momentum=0" in message_of(gc.DGCCompressor(momentum=0.9))
+    assert "warmup_steps" in message_of(warmup=0)
+    assert "AdamW" in message_of(kind=torch.optim.SGD)
+    assert "nonfinite" in message_of(nonfinite="propagate")
+    assert "moments='step'" in message_of(gc.VarianceCompressor(moments="sample"))
 
     def loaded(rank):
         saved = over(rank, Net()).state_dict()

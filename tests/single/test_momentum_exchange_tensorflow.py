@@ -68,12 +68,12 @@ def test_it_is_that_of_the_paper(kind, compress):
 
 def test_the_first_steps_are_plain_adam():
     x, y = keras.Variable(numbers(0)), keras.Variable(numbers(0))
-    plain, mine = adam(), hvd.MomentumExchange(adam(), hvd.OneBitCompressor(), WARMUP)
+    plain, exchanging = adam(), hvd.MomentumExchange(adam(), hvd.OneBitCompressor(), WARMUP)
     train(plain, x, WARMUP)
-    train(mine, y, WARMUP)
+    train(exchanging, y, WARMUP)
     np.testing.assert_array_equal(x.numpy(), y.numpy())
     train(plain, x, 1, WARMUP + 1)
-    train(mine, y, 1, WARMUP + 1)
+    train(exchanging, y, 1, WARMUP + 1)
     assert (x.numpy() != y.numpy()).any()
 
 
@@ -135,7 +135,7 @@ def test_rows_of_embeddings_and_variables_without_a_gradient():
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "said"),
+    ("how", "error", "message"),
     [
         ({"optimizer": keras.optimizers.SGD(0.1)}, TypeError, "AdamW, got SGD"),
         ({"optimizer": "adam"}, TypeError, "AdamW, got str"),
@@ -158,8 +158,8 @@ def test_rows_of_embeddings_and_variables_without_a_gradient():
         ({"nonfinite": "propagate"}, ValueError, "nonfinite"),
     ],
 )
-def test_bad_settings(how, error, said):
-    with pytest.raises(error, match=said):
+def test_bad_settings(how, error, message):
+    with pytest.raises(error, match=message):
         hvd.MomentumExchange(**{"optimizer": adam(), **how})
 
 

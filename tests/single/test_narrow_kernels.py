@@ -45,9 +45,9 @@ def plain(name: str):
 
 
 def frameworks():
-    found = [pytest.param("torch", marks=NATIVE)]
-    found.append(pytest.param("tensorflow"))
-    return found
+    parameters = [pytest.param("torch", marks=NATIVE)]
+    parameters.append(pytest.param("tensorflow"))
+    return parameters
 
 
 class Both:
@@ -67,12 +67,12 @@ class Both:
             pytest.skip("without the C library")
 
     def __call__(self, op: str, *arguments):
-        found = getattr(self.ops, op)(*map(self.given, arguments))
-        return tuple(map(self.back, found)) if isinstance(found, tuple) else self.back(found)
+        result = getattr(self.ops, op)(*map(self.convert, arguments))
+        return tuple(map(self.back, result)) if isinstance(result, tuple) else self.back(result)
 
-    def given(self, x):
+    def convert(self, x):
         if isinstance(x, list):
-            return [self.given(each) for each in x]
+            return [self.convert(each) for each in x]
         return self.of(x) if isinstance(x, torch.Tensor) else x
 
 
@@ -97,9 +97,9 @@ def test_bfloat16(framework, count, size, rounding):
             assert same(rows[-1], plain("encode_floats")(ops, groups, x, None, 16, key))
         packed = torch.stack(rows)
         for base in (None, noise(size, 3)):
-            room = torch.empty_like(x).fill_(7.0)
-            ours = both("add_floats", groups, base, room, packed, None, 16, weights)
-            theirs = plain("add_floats")(ops, groups, base, room, packed, None, 16, weights)
+            out = torch.empty_like(x).fill_(7.0)
+            ours = both("add_floats", groups, base, out, packed, None, 16, weights)
+            theirs = plain("add_floats")(ops, groups, base, out, packed, None, 16, weights)
             assert same(ours, theirs)
 
 
@@ -143,14 +143,14 @@ def test_sums_of_few_ranks_and_of_many(framework, count, ranks):
                 torch.stack, zip(*(ops.encode_e4m3(groups, x, False) for x in rows))
             )
             for base in (None, noise(size, 11)):
-                room = torch.empty_like(rows[0]).fill_(7.0)
-                for name, *given in (
+                out = torch.empty_like(rows[0]).fill_(7.0)
+                for name, *arguments in (
                     ("add_floats", floats, None, 16, weights),
                     ("add_floats", narrow, units, 8, weights),
                     ("add_levels", levels, scales, 8, weights),
                 ):
-                    ours = both(name, groups, base, room, *given)
-                    theirs = plain(name)(ops, groups, base, room, *given)
+                    ours = both(name, groups, base, out, *arguments)
+                    theirs = plain(name)(ops, groups, base, out, *arguments)
                     # Padding of the base keeps the sign of a zero.
                     assert torch.equal(ours, theirs), name
                     if base is None:
@@ -200,8 +200,8 @@ def test_bfloat16_of_what_is_not_finite():
             ours = ops.encode_floats(RowGroups(()), x[order], None, 16, key)
             assert same(ours, plain("encode_floats")(ops, RowGroups(()), x[order], None, 16, key))
     rows = ours.view(1, -1)
-    given = RowGroups(()), None, torch.empty(32), rows, None, 16, torch.ones(1)
-    ours, theirs = ops.add_floats(*given), plain("add_floats")(ops, *given)
+    arguments = RowGroups(()), None, torch.empty(32), rows, None, 16, torch.ones(1)
+    ours, theirs = ops.add_floats(*arguments), plain("add_floats")(ops, *arguments)
     assert torch.equal(ours.isnan(), theirs.isnan())
     assert torch.equal(ours.nan_to_num(), theirs.nan_to_num())
 
@@ -223,8 +223,8 @@ def test_ops_of_a_gpu_without_kernels(size, monkeypatch):
         codes = ops.encode_floats(groups, x, units, bits, key)
         assert same(codes, host.encode_floats(groups, x, units, bits, key))
         rows = None if units is None else units[None]
-        given = groups, None, torch.empty_like(x), codes[None], rows, bits, weights
-        assert torch.equal(ops.add_floats(*given), host.add_floats(*given))
+        arguments = groups, None, torch.empty_like(x), codes[None], rows, bits, weights
+        assert torch.equal(ops.add_floats(*arguments), host.add_floats(*arguments))
 
 
 @pytest.mark.parametrize("framework", frameworks())
@@ -246,9 +246,9 @@ def test_e4m3(framework, count, size):
             assert same(rows[-1], theirs)
         packed, unit = torch.stack(rows), torch.stack(units)
         for base in (None, noise(size, 3)):
-            room = torch.empty_like(x).fill_(7.0)
-            ours = both("add_floats", groups, base, room, packed, unit, 8, weights)
-            theirs = plain("add_floats")(ops, groups, base, room, packed, unit, 8, weights)
+            out = torch.empty_like(x).fill_(7.0)
+            ours = both("add_floats", groups, base, out, packed, unit, 8, weights)
+            theirs = plain("add_floats")(ops, groups, base, out, packed, unit, 8, weights)
             assert torch.equal(ours, theirs)
 
 
@@ -256,8 +256,8 @@ def test_e4m3(framework, count, size):
 def test_every_code_of_eight_bits():
     ops, groups = TorchOps(), RowGroups((RowGroup(0, 2, 128),))
     packed = torch.arange(256).to(torch.uint8).view(1, -1)
-    given = groups, None, torch.empty(256), packed, torch.tensor([[3.0, 0.1]]), 8, torch.ones(1)
-    assert same(ops.add_floats(*given), plain("add_floats")(ops, *given))
+    arguments = groups, None, torch.empty(256), packed, torch.tensor([[3.0, 0.1]]), 8, torch.ones(1)
+    assert same(ops.add_floats(*arguments), plain("add_floats")(ops, *arguments))
 
 
 @pytest.mark.parametrize("framework", frameworks())
@@ -318,8 +318,13 @@ def test_sums_of_bfloat16_that_are_checked(framework, size):
     for value in (0.0, float("inf"), float("nan"), 3e38):
         x[size - 1] = value
         codes = plain("encode_floats")(ops, RowGroups(()), x, None, 16, None)
-        given = None, torch.empty_like(x), torch.stack([codes, codes]), torch.tensor([1.0, 0.75])
-        total, finite = both.ops.add_bfloat16(*map(both.given, given))
-        theirs = plain("add_floats")(ops, RowGroups(()), *given[:3], None, 16, given[3])
+        arguments = (
+            None,
+            torch.empty_like(x),
+            torch.stack([codes, codes]),
+            torch.tensor([1.0, 0.75]),
+        )
+        total, finite = both.ops.add_bfloat16(*map(both.convert, arguments))
+        theirs = plain("add_floats")(ops, RowGroups(()), *arguments[:3], None, 16, arguments[3])
         assert same(*(torch.nan_to_num(y, nan=9.0) for y in (both.back(total), theirs)))
         assert finite is bool(torch.isfinite(theirs).all())

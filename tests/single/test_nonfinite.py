@@ -66,22 +66,22 @@ def test_a_poisoned_gradient(compressor, value):
 
 
 @pytest.mark.parametrize("backend", ["dynamic", "static", "tensorflow"])
-@pytest.mark.parametrize("given", [False, True], ids=["step", "sample"])
-def test_squares_that_overflow(backend, given):
+@pytest.mark.parametrize("of_samples", [False, True], ids=["step", "sample"])
+def test_squares_that_overflow(backend, of_samples):
     """With an infinite second moment an element would never be sent again."""
     tensorflow = backend == "tensorflow"
     ops = TensorFlowOps() if tensorflow else TorchOps(static=backend == "static")
-    compressor = VarianceCompressor(alpha=1.0, moments="sample" if given else "step")
+    compressor = VarianceCompressor(alpha=1.0, moments="sample" if of_samples else "step")
     world = World(compressor, ops, Layout(("a",), ((30, 20),)), 2)
     make = tf.constant if tensorflow else torch.tensor
     gradients = [np.ones(world.layout.size, "f4") * 0.01 for _ in range(2)]
     gradients[1][17] = 1e20
-    if given:
+    if of_samples:
         gradients[1][17] = 0.01
         squares = [g * g for g in gradients]
         squares[1][17] = np.inf
     flats = [make(g) for g in gradients]
-    moments = {"moment": [make(q) for q in squares]} if given else {}
+    moments = {"moment": [make(q) for q in squares]} if of_samples else {}
     with pytest.raises(NonFiniteGradientError, match="NaN or an infinity in its gradient"):
         world.step(flats, **moments)
         ops.found_finite()

@@ -70,16 +70,16 @@ def agree(function, *arguments, graph=True):
     ways = [function(ops, *arguments)]
     if graph:
         ways.append(given_as_unknown(lambda *a: function(ops, *a), arguments))
-    for way in ways:
-        for mine, theirs in zip(tf.nest.flatten(way), expected):
-            assert mine.dtype == theirs.dtype and mine.shape == theirs.shape
-            assert mine.numpy().tobytes() == theirs.numpy().tobytes()
+    for result in ways:
+        for ours, theirs in zip(tf.nest.flatten(result), expected):
+            assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+            assert ours.numpy().tobytes() == theirs.numpy().tobytes()
 
 
 def test_a_checksum_of_unknown_length_needs_no_operation():
-    given_ = tf.constant([[1, 2, 3]], tf.int64), tf.constant([[4, 5, 6, 7]], tf.uint8)
-    unknown = given_as_unknown(lambda *a: reference_ops().checksum(*a), given_)
-    assert unknown.numpy() == reference_ops().checksum(*given_).numpy()
+    arguments = tf.constant([[1, 2, 3]], tf.int64), tf.constant([[4, 5, 6, 7]], tf.uint8)
+    unknown = given_as_unknown(lambda *a: reference_ops().checksum(*a), arguments)
+    assert unknown.numpy() == reference_ops().checksum(*arguments).numpy()
 
 
 @st.composite
@@ -138,20 +138,20 @@ def test_encoding(where, bits, seed):
 @given(grouped(), st.integers(2, 8), st.integers(0, 4), st.booleans(), st.integers(0, 3), SEEDS)
 def test_adding(where, bits, ranks, from_zero, beyond, seed):
     row_groups, size = where
-    room, weights = noise(seed, size), noise(seed + 1, ranks)
+    out, weights = noise(seed, size), noise(seed + 1, ranks)
     side = [tf.abs(noise(seed + i, ranks, row_groups.groups + beyond)) for i in (2, 3)]
 
-    def levels(ops, room, packed, scale, weights):
-        base = None if from_zero else room
-        return ops.add_levels(row_groups, base, room, packed, scale, bits, weights)
+    def levels(ops, out, packed, scale, weights):
+        base = None if from_zero else out
+        return ops.add_levels(row_groups, base, out, packed, scale, bits, weights)
 
-    def signs(ops, room, packed, above, below, weights):
-        base = None if from_zero else room
-        return ops.add_signs(row_groups, base, room, packed, above, below, weights)
+    def signs(ops, out, packed, above, below, weights):
+        base = None if from_zero else out
+        return ops.add_signs(row_groups, base, out, packed, above, below, weights)
 
     # Plain ops want the extents that Python loops over.
-    agree(levels, room, codes(seed, ranks, size * bits // 8), side[0], weights, graph=False)
-    agree(signs, room, codes(seed, ranks, size // 8), *side, weights, graph=False)
+    agree(levels, out, codes(seed, ranks, size * bits // 8), side[0], weights, graph=False)
+    agree(signs, out, codes(seed, ranks, size // 8), *side, weights, graph=False)
 
 
 @built
@@ -184,8 +184,8 @@ def test_frames(rows, words, count, damaged, seed):
     many = tf.constant(np.tile(frame, (rows, 1)))
     agree(lambda ops, many: ops.examine(many, count, fields, expected), many, graph=False)
     if rows and not damaged:
-        held = TensorFlowOps().examine(many, count, fields, expected)[1]
-        assert all(bool(tf.reduce_all(x)) for x in held)
+        values = TensorFlowOps().examine(many, count, fields, expected)[1]
+        assert all(bool(tf.reduce_all(x)) for x in values)
 
 
 @built
@@ -213,14 +213,14 @@ def test_payloads_may_be_longer_than_the_vector(more):
     x, sides, weights = noise(1, 64), [tf.abs(noise(i, 2, 2)) for i in (2, 3)], noise(4, 2)
     signs, levels = codes(5, 2, 8 + more), codes(6, 2, 32 + more)
     for start in (None, x):
-        mine = ops.add_signs(row_groups, start, x, signs, *sides, weights)
+        ours = ops.add_signs(row_groups, start, x, signs, *sides, weights)
         theirs = reference_ops().add_signs(row_groups, start, x, signs[:, :8], *sides, weights)
-        np.testing.assert_array_equal(mine, theirs)
-        mine = ops.add_levels(row_groups, start, x, levels, sides[0], 4, weights)
+        np.testing.assert_array_equal(ours, theirs)
+        ours = ops.add_levels(row_groups, start, x, levels, sides[0], 4, weights)
         theirs = reference_ops().add_levels(
             row_groups, start, x, levels[:, :32], sides[0], 4, weights
         )
-        np.testing.assert_array_equal(mine, theirs)
+        np.testing.assert_array_equal(ours, theirs)
 
 
 @built
@@ -231,7 +231,7 @@ def test_a_slice_may_begin_anywhere():
         data = codes(start, 64 + start)[start:]
         assert int(ops.weighted_sum(data)) == int(reference_ops().weighted_sum(data))
         packed = tf.reshape(codes(start, 8 + start)[start:], (1, 8))
-        given = (
+        arguments = (
             row_groups,
             None,
             noise(1, 64),
@@ -240,7 +240,9 @@ def test_a_slice_may_begin_anywhere():
             noise(3, 1, 2),
             noise(4, 1),
         )
-        np.testing.assert_array_equal(ops.add_signs(*given), reference_ops().add_signs(*given))
+        np.testing.assert_array_equal(
+            ops.add_signs(*arguments), reference_ops().add_signs(*arguments)
+        )
 
 
 @built
@@ -251,8 +253,8 @@ def test_a_sum_leaves_what_somebody_else_holds():
 
     @tf.function(autograph=False)
     def both(base):
-        given = (codes(2, 1, 32), tf.ones((1, 1)), 4, tf.ones((1,)))
-        return ops.add_levels(row_groups, base, base, *given), base + 1.0
+        arguments = (codes(2, 1, 32), tf.ones((1, 1)), 4, tf.ones((1,)))
+        return ops.add_levels(row_groups, base, base, *arguments), base + 1.0
 
     total, other = both(base)
     assert not np.array_equal(total, before)
@@ -279,10 +281,10 @@ def filled(function, arguments):
 )
 def test_histograms_of_layers(sizes, bins, seed):
     layout = Layout(tuple(map(str, range(len(sizes)))), tuple((size,) for size in sizes))
-    own = np.zeros(layout.size, np.float32)  # padding is zero
+    mask = np.zeros(layout.size, np.float32)  # padding is zero
     for offset, size in zip(layout.offsets, sizes):
-        own[offset : offset + size] = 1
-    agree(lambda ops, x: ops.layer_histograms(layout, x, bins), noise(seed, layout.size) * own)
+        mask[offset : offset + size] = 1
+    agree(lambda ops, x: ops.layer_histograms(layout, x, bins), noise(seed, layout.size) * mask)
 
 
 @built
@@ -351,8 +353,8 @@ def test_a_step_with_verbs_alone(compressor):
     worlds = [World(compressor, ops, layout, 3) for ops in (TensorFlowOps(), reference_ops())]
     for step in range(3):
         ranks = [[noise(step * 3 + rank, *s) for s in layout.shapes] for rank in range(3)]
-        mine, theirs = (world.step([world.flat(r) for r in ranks]) for world in worlds)
-        np.testing.assert_array_equal(mine, theirs)
+        ours, theirs = (world.step([world.flat(r) for r in ranks]) for world in worlds)
+        np.testing.assert_array_equal(ours, theirs)
 
 
 # -- fused, and what lays layers into buckets -------------------------------------------------
@@ -363,8 +365,8 @@ def alike(fused, reference):
         for (name, x), (_, y) in zip(leaves(one), leaves(other)):
             assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), name
     for ours, theirs in zip(fused.traffic, reference.traffic):
-        for mine, verbatim in zip(ours, theirs):
-            assert mine.tensor.numpy().tobytes() == verbatim.tensor.numpy().tobytes()
+        for request, verbatim in zip(ours, theirs):
+            assert request.tensor.numpy().tobytes() == verbatim.tensor.numpy().tobytes()
 
 
 @built
@@ -390,12 +392,12 @@ def test_passes_do_what_the_verbs_do(compressor, sizes, ranks, moments, scale, s
             kept = (random.random(size) < share) + 1e-3
             return tf.constant(scale * kept * random.standard_normal(size), tf.float32)
 
-        given = [fused.flat([drawn(n) for n in sizes]) for _ in range(ranks)]
+        gradients = [fused.flat([drawn(n) for n in sizes]) for _ in range(ranks)]
         extra = {}
         if moments and compressor.uses_moments:
-            extra["moment"] = [g * g / 2 for g in given]
-        for mine, theirs in zip(fused.step(given, **extra), reference.step(given, **extra)):
-            assert mine.numpy().tobytes() == theirs.numpy().tobytes()
+            extra["moment"] = [g * g / 2 for g in gradients]
+        for ours, theirs in zip(fused.step(gradients, **extra), reference.step(gradients, **extra)):
+            assert ours.numpy().tobytes() == theirs.numpy().tobytes()
         alike(fused, reference)
 
 
@@ -419,8 +421,8 @@ def test_no_index_is_trusted(compressor, how, data):
     layout, dense = Layout(("a", "b"), ((300,), (200,))), data.draw(st.booleans())
     level = CapacityLevel(0, 20, dense)
     size = compressor.body_bytes(layout, level)
-    given = data.draw(st.lists(st.binary(min_size=size, max_size=size), min_size=1, max_size=3))
-    bodies = np.array([list(body) for body in given], np.uint8)
+    payloads = data.draw(st.lists(st.binary(min_size=size, max_size=size), min_size=1, max_size=3))
+    bodies = np.array([list(body) for body in payloads], np.uint8)
     if (
         isinstance(compressor, ThresholdCompressor) and data.draw(st.booleans()) and not dense
     ):  # most random indices lie beyond the bucket
@@ -428,15 +430,15 @@ def test_no_index_is_trusted(compressor, how, data):
         words[:, :, 1] %= 3
         words[:, :, 2] = 0
         words[:, :, 3] &= 0xF0 if compressor.rule.powers else 0x80
-    weights = tf.fill((len(given),), 0.5)
+    weights = tf.fill((len(payloads),), 0.5)
 
     def total(ops, bodies):
-        room = tf.fill((layout.size,), 7.0)
+        out = tf.fill((layout.size,), 7.0)
         try:
             if how == "eager" or ops.native is None:
-                return compressor.decode_sum(ops, layout, Payloads(level, bodies, weights), room)
+                return compressor.decode_sum(ops, layout, Payloads(level, bodies, weights), out)
             sum_ = tf.function(
-                lambda b: compressor.decode_sum(ops, layout, Payloads(level, b, weights), room)
+                lambda b: compressor.decode_sum(ops, layout, Payloads(level, b, weights), out)
             )
             return sum_(bodies)
         except (PayloadError, tf.errors.InvalidArgumentError) as error:
@@ -489,18 +491,23 @@ def test_kernels_refuse_what_does_not_fit():
         (form._replace(capacity=-1), 0, one, (1,), hint, (r,), r),
         (form._replace(valued=2), 0, one, (1,), hint, (r,), r),
     ]
-    for given_ in wrong:
+    for arguments in wrong:
         with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
-            fused.write(SPARSE_GD.rule, Scope(layout, False), *given_, one)
-    for given_ in ((body[:, :-4], weights, r), (body, noise(1, 2), r), (body, weights, r[:-1])):
+            fused.write(SPARSE_GD.rule, Scope(layout, False), *arguments, one)
+    for arguments in ((body[:, :-4], weights, r), (body, noise(1, 2), r), (body, weights, r[:-1])):
         with pytest.raises((tf.errors.InvalidArgumentError, PayloadError)):
-            fused.add(layout, form, *given_)
+            fused.add(layout, form, *arguments)
     for other in (form._replace(capacity=form.capacity + 1), form._replace(valued=False)):
         with pytest.raises((tf.errors.InvalidArgumentError, PayloadError)):
             fused.add(layout, other, body, weights, r)
-    for given_ in ((body[0], r[:-1], r), (body[0], r, r[:-1]), (body[0, :-4], r, r), (body, r, r)):
+    for arguments in (
+        (body[0], r[:-1], r),
+        (body[0], r, r[:-1]),
+        (body[0, :-4], r, r),
+        (body, r, r),
+    ):
         with pytest.raises((tf.errors.InvalidArgumentError, PayloadError)):
-            fused.values(layout, form, *given_)
+            fused.values(layout, form, *arguments)
     for total in (noise(1, form.capacity - 1), noise(1, form.capacity + 1)):
         with pytest.raises((tf.errors.InvalidArgumentError, PayloadError)):
             fused.replace(layout, form, body[0], total, 0.5, r, r)
@@ -514,12 +521,12 @@ def test_kernels_refuse_what_does_not_fit():
 @settings(max_examples=200, deadline=None)
 def test_both_choose_the_same_levels(capacities, state):
     schedule = CapacitySchedule(capacities)
-    given_ = CapacityState(*(tf.constant(x, tf.int64) for x in state))
-    room, after = schedule.next_level(reference_ops(), given_)
+    before = CapacityState(*(tf.constant(x, tf.int64) for x in state))
+    chosen, after = schedule.next_level(reference_ops(), before)
     level, capacity, dense, steps_unneeded, highest, changes = TensorFlowOps()._climb(
-        capacities, PATIENCE, given_
+        capacities, PATIENCE, before
     )
-    assert (room.index, room.capacity, room.dense) == (level, capacity, dense)
+    assert (chosen.index, chosen.capacity, chosen.dense) == (level, capacity, dense)
     assert (after.steps_unneeded, after.highest) == (steps_unneeded, highest)
     assert after.changes == changes
 
@@ -549,21 +556,21 @@ def test_flat_and_back(shapes, table, block, dtype, turned, seed):
     assert layout.stored == tuple(map(tuple, shapes))
     values = [noise(seed + i, *shape) for i, shape in enumerate(shapes)]
     missing = seed % (len(shapes) + 1)
-    given = [None if i == missing else tf.cast(x, dtype) for i, x in enumerate(values)]
+    optional = [None if i == missing else tf.cast(x, dtype) for i, x in enumerate(values)]
 
-    def there_and_back(ops, *given):
-        rest = iter(given)
+    def there_and_back(ops, *present):
+        rest = iter(present)
         all_ = [None if i == missing else next(rest) for i in range(len(shapes))]
         flat = ops.flatten(layout, all_, dtype)
         return [flat, *ops.cut(layout, flat)]
 
-    tensors = [x for x in given if x is not None]
+    tensors = [x for x in optional if x is not None]
     agree(there_and_back, *tensors)
     flat, *pieces = there_and_back(TensorFlowOps(), *tensors)
     assert flat.shape == (layout.size,)
     expected = np.zeros(layout.size, dtype)
     for i, (start, size, shape, x) in enumerate(
-        zip(layout.offsets, layout.sizes, layout.shapes, given)
+        zip(layout.offsets, layout.sizes, layout.shapes, optional)
     ):
         x = tf.zeros(shapes[i], dtype) if x is None else x
         np.testing.assert_array_equal(pieces[i], x)
@@ -643,15 +650,15 @@ def test_integers_are_the_same_known_or_computed():
     native = TensorFlowOps().native
 
     def histogram(band, bins):
-        given_ = band, tf.constant([0.5, 2, 2, 8, 100])
-        return native("layer_histograms", given_, [(tf.int64, (None, 1))], (bins,))
+        arguments = band, tf.constant([0.5, 2, 2, 8, 100])
+        return native("layer_histograms", arguments, [(tf.int64, (None, 1))], (bins,))
 
     expected = histogram([0, 1, 5], 40)
     for band in ([0, 1, 5], [tf.constant(0), 1, tf.constant(5, tf.int64)]):
         for bins in (40, tf.constant(40)):
             for wrap in (lambda x: x, partial(tf.function, autograph=False)):
-                found = wrap(partial(histogram, band, bins))()
-                assert found.numpy().tolist() == expected.numpy().tolist()
+                counts = wrap(partial(histogram, band, bins))()
+                assert counts.numpy().tolist() == expected.numpy().tolist()
 
 
 # -- where they are not built ------------------------------------------------------------------
@@ -696,23 +703,23 @@ def test_it_can_be_left_out(monkeypatch):
 def test_doctor_says_what_is_missing(elsewhere, monkeypatch):
     (framework,) = (f for f in doctor._FRAMEWORKS if f.name == "tensorflow")
 
-    def found(operations, version="2.21.0"):
+    def findings(operations, version="2.21.0"):
         return list(doctor._operations({framework: {"version": version, "operations": operations}}))
 
-    assert [f.mark for f in found(True)] == ["ok"]
-    (missing,) = found(False)
+    assert [f.mark for f in findings(True)] == ["ok"]
+    (missing,) = findings(False)
     assert (missing.mark, missing.remedy.splitlines()[-1]) == ("warn", "hvd-gradcomp build")
     assert missing.fact.startswith("not built: on a CPU compression is slower")
     (elsewhere / "_tensorflow-2.20.0-01234567.so").touch()
-    (other,) = found(False)
+    (other,) = findings(False)
     assert other.fact.startswith("built for 2.20.0, installed is 2.21.0: ")
     (elsewhere / building.operations("2.21.0")).touch()
-    (broken,) = found(False)
+    (broken,) = findings(False)
     assert broken.remedy.splitlines()[-1] == "hvd-gradcomp build --anew"
     monkeypatch.setenv("PATH", "")
-    assert "build-essential" in found(False)[0].remedy
+    assert "build-essential" in findings(False)[0].remedy
     monkeypatch.setenv("HVD_GRADCOMP_NATIVE", "0")
-    assert found(False) == []
+    assert findings(False) == []
 
 
 def test_a_build_that_fails_says_why(elsewhere, monkeypatch):

@@ -66,8 +66,8 @@ def test_agrees_with_the_paper(case, static):
             [world.flat([torch.from_numpy(g) for g in r]) for r in gradients], **extra
         )
         wanted = [int(x) for x in _header(world, 5)]
-        room = [int(x) for x in _header(world, 4)]
-        if wanted != room:  # cut by the capacity: the paper has none, start both anew
+        capacity = [int(x) for x in _header(world, 4)]
+        if wanted != capacity:  # cut by the capacity: the paper has none, start both anew
             waiting += 1
             world = World(compressor, TorchOps(static=static), layout, RANKS)
             world.states = [

@@ -28,8 +28,8 @@ def test_powers_of_two(framework, count, size):
         for packed in (torch.stack(rows), torch.stack(longer)):
             for base in (None, noise(size, 4)):
                 ours = both("add_powers", base, torch.full_like(x, 7.0), packed, weights)
-                room = torch.full_like(x, 7.0)
-                theirs = plain("add_powers")(ops, base, room, packed, weights)
+                out = torch.full_like(x, 7.0)
+                theirs = plain("add_powers")(ops, base, out, packed, weights)
                 assert same(*(torch.nan_to_num(one, nan=9.0) for one in (ours, theirs)))
 
 

@@ -27,7 +27,7 @@ def layout_of(shapes=SHAPES) -> Layout:
     return Layout(tuple(map(str, range(len(shapes)))), tuple(shapes), block=32)
 
 
-def own(layout: Layout, x: torch.Tensor) -> torch.Tensor:
+def unpadded(layout: Layout, x: torch.Tensor) -> torch.Tensor:
     """The elements of the layers, without padding."""
     return torch.cat([x[o : o + n] for o, n in zip(layout.offsets, layout.sizes)])
 
@@ -89,7 +89,7 @@ def test_right_on_average(compressor):
         result = world.step(gradients)[0].double()
         total += result
         largest = max(largest, float((result - gradients[0]).abs().max()))
-    error = own(layout, total / draws - gradients[0])
+    error = unpadded(layout, total / draws - gradients[0])
     # Hoeffding: each draw is within `largest` of its mean; a failure has probability below 1e-6.
     bound = largest * (2 * np.log(2 * len(error) / 1e-6) / draws) ** 0.5
     assert error.abs().max() < bound
@@ -119,9 +119,9 @@ def test_bytes_equal_the_formula_either_way(compressor, world_size):
     count = groups[type(compressor).__name__]
     sides = len(compressor.side)
     moved = {}
-    for way in ("allgather", "two_shot"):
-        asked = replace(compressor, exchange=way)
-        world = World(asked, TorchOps(), layout, world_size)
+    for exchange in ("allgather", "two_shot"):
+        chosen = replace(compressor, exchange=exchange)
+        world = World(chosen, TorchOps(), layout, world_size)
         gradients = noise(layout, 2, world_size)[0]
         totals = world.step(gradients)
         assert all(torch.equal(total, totals[0]) for total in totals)
@@ -131,17 +131,17 @@ def test_bytes_equal_the_formula_either_way(compressor, world_size):
             shape = requests[0].tensor.shape
             assert kind is (Alltoall if len(shape) == 2 else Allgather)
             arrives += (world_size - 1) * shape[-1]
-        moved[way] = arrives
-        assert arrives == asked.exchange_of(layout, world_size).received(world_size)
+        moved[exchange] = arrives
+        assert arrives == chosen.exchange_of(layout, world_size).received(world_size)
     plain = 32 + 4 * sides * count + layout.size * compressor.bits // 8
     assert moved["allgather"] == (world_size - 1) * plain
     shard = -(-layout.size // (32 * world_size)) * 32
-    most = max(
+    largest = max(
         compressor.row_groups(layout).between(i * shard, (i + 1) * shard).groups
         for i in range(world_size)
     )
     assert moved["two_shot"] == 2 * (world_size - 1) * (
-        32 + 4 * sides * most + shard * compressor.bits // 8
+        32 + 4 * sides * largest + shard * compressor.bits // 8
     )
     better = min(moved, key=moved.__getitem__)
     assert compressor.exchange_of(layout, world_size).kind == better
@@ -181,18 +181,18 @@ def test_a_cut_keeps_every_element_in_its_group(layers, data):
     assert groups(whole.between(begin, end)) == expected
 
 
-@pytest.mark.parametrize("way", ["allgather", "two_shot"])
+@pytest.mark.parametrize("exchange", ["allgather", "two_shot"])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_one_bit_loses_nothing(way, size):
+def test_one_bit_loses_nothing(exchange, size):
     layout = layout_of()
-    world = World(OneBitCompressor(way), TorchOps(), layout, size, average=False)
+    world = World(OneBitCompressor(exchange), TorchOps(), layout, size, average=False)
     for gradients in noise(layout, 3, size, steps=8):
         before = sum(s.r.double() for s in world.states)
-        there = before + sum(g.double() for g in gradients)
+        pending = before + sum(g.double() for g in gradients)
         total = world.step(gradients)[0].double()
         kept = sum(s.r.double() for s in world.states)
-        difference = own(layout, kept + total - there)
-        assert difference.abs().max() < 1e-5 * own(layout, there).abs().max()
+        difference = unpadded(layout, kept + total - pending)
+        assert difference.abs().max() < 1e-5 * unpadded(layout, pending).abs().max()
         for state in world.states:
             padding = state.r.clone()
             for offset, count in zip(layout.offsets, layout.sizes):
@@ -208,7 +208,7 @@ def test_zero_and_tiny_gradients(compressor):
         gradients = [g * scale for g in noise(layout, 4, 3)[0]]
         for total in world.step(gradients):
             assert total.isfinite().all()
-            assert own(layout, total).abs().max() <= 1e-37
+            assert unpadded(layout, total).abs().max() <= 1e-37
             if scale == 0.0 and not isinstance(compressor, OneBitCompressor):
                 assert not total.any()
 
@@ -222,7 +222,7 @@ def test_native_and_composite_verbs_agree(compressor):
     worlds = [World(compressor, ops, layout, 3) for ops in (fast, plain)]
     for gradients in noise(layout, 5, 3, steps=4):
         totals = [world.step(gradients)[0] for world in worlds]
-        assert torch.equal(own(layout, totals[0]), own(layout, totals[1]))
+        assert torch.equal(unpadded(layout, totals[0]), unpadded(layout, totals[1]))
         for a, b in zip(*(world.traffic for world in worlds)):
             assert all(torch.equal(x.tensor, y.tensor) for x, y in zip(a, b))
 
@@ -239,11 +239,11 @@ def test_threads_cut_a_bucket_alike(compressor, shapes, count, seed):
     """Borders of pieces lie within groups, and there are more threads than groups."""
     layout = layout_of(shapes)
     one, other = (World(compressor, TorchOps(), layout, 3) for _ in range(2))
-    for given_ in noise(layout, seed, 3, steps=3):
+    for gradients in noise(layout, seed, 3, steps=3):
         with threads(1):
-            totals = one.step(given_)
+            totals = one.step(gradients)
         with threads(count):
-            assert all(map(torch.equal, totals, other.step(given_)))
+            assert all(map(torch.equal, totals, other.step(gradients)))
         assert_alike(one, other)
 
 
@@ -275,12 +275,12 @@ def test_bytes_of_an_element():
 
     names, shapes = zip(*resnet50())
     layout = Layout(tuple(names), tuple(shapes), block=32)
-    for compressor, most in (
+    for compressor, limit in (
         (QSGDCompressor(bits=4), 0.52),
         (TernGradCompressor(), 0.26),
         (OneBitCompressor(), 0.135),
     ):
-        assert compressor.exchange_of(layout, 2).received(2) / layout.elements <= most
+        assert compressor.exchange_of(layout, 2).received(2) / layout.elements <= limit
 
 
 @pytest.mark.parametrize("compressor", QUANTIZED, ids=repr)
@@ -326,11 +326,11 @@ def test_signs_of_any_bands(cuts, from_zero, count, seed):
         assert all(map(torch.equal, ours, theirs))
         packed = torch.stack([ours[2], ours[2].flip(0)])
         sides = [torch.stack([side, side * 3]) for side in ours[:2]]
-        given_ = packed, *sides, weights
-        one = fast.add_signs(whole, base, torch.empty(size), *given_)
-        assert torch.equal(one, plain.add_signs(whole, base, torch.empty(size), *given_))
+        arguments = packed, *sides, weights
+        one = fast.add_signs(whole, base, torch.empty(size), *arguments)
+        assert torch.equal(one, plain.add_signs(whole, base, torch.empty(size), *arguments))
         if base is not None:
-            assert torch.equal(one, fast.add_signs(whole, base, base, *given_))
+            assert torch.equal(one, fast.add_signs(whole, base, base, *arguments))
 
 
 @NATIVE

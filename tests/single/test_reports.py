@@ -136,12 +136,12 @@ def test_tensorboard_reads_its_events(tmp_path):
     writer.write(200, SPAN)
     writer.close()
     (path,) = (tmp_path / "rank0").iterdir()
-    found = {
+    events = {
         value.tag: (event.step, value.simple_value)
         for event in tf.compat.v1.train.summary_iterator(str(path))
         for value in event.summary.value
     }
-    assert found == {tag: (200, pytest.approx(value)) for tag, value in SPAN.items()}
+    assert events == {tag: (200, pytest.approx(value)) for tag, value in SPAN.items()}
 
 
 def test_a_missing_package_is_an_error_before_anything_is_written(monkeypatch):
@@ -226,10 +226,10 @@ for closes in (True, False):
 def test_a_full_disk_ends_no_writer_in_a_hang(tmp_path):
     command = [sys.executable, "-c", FULL, str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    said = ran.stdout.splitlines()
-    assert ran.returncode == 0 and said.count("trained") == 2, ran
-    lost = [line for line in said if "is given up at step 1: [Errno 27]" in line]
-    assert len(lost) == 4 and len(said) == 6, ran
+    lines = ran.stdout.splitlines()
+    assert ran.returncode == 0 and lines.count("trained") == 2, ran
+    lost = [line for line in lines if "is given up at step 1: [Errno 27]" in line]
+    assert len(lost) == 4 and len(lines) == 6, ran
     assert not [line for line in ran.stderr.splitlines() if "nvfuser" not in line], "PyTorch 2.0's"
 
 
@@ -267,8 +267,8 @@ def test_a_disk_that_stands_still_does_not_stop_the_training(opens, caplog, monk
     )
     for _ in range(1000):
         writer.step()
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1 and ("records are left out" if opens else "not opened") in said[0]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1 and ("records are left out" if opens else "not opened") in messages[0]
     if opens:
         slow.goes_on.set()  # and it is written to again
         while len(slow.steps) < 10:
@@ -295,9 +295,9 @@ def test_changes_of_the_level_are_counted():
 def test_every_method_says_what_it_keeps(compressor):
     layout = Layout(("a", "b"), ((30, 20, 3), (40, 9)), block=compressor.block)
     state = compressor.start(TorchOps(), layout, 2)
-    said = compressor.report(layout, state, 1)
-    assert said.rung_changes == 0
-    kept = said.residual
+    report = compressor.report(layout, state, 1)
+    assert report.rung_changes == 0
+    kept = report.residual
     assert kept is None or (kept.shape == (layout.size,) and not kept.any())
 
 
@@ -307,12 +307,12 @@ def test_what_is_kept_is_that_of_the_phase_at_work():
     world = World(compressor, TorchOps(), layout, 1)
     for step in range(1, 5):
         world.step([torch.ones(layout.size)])
-        said = compressor.report(layout, world.states[0], step)
-        kept, (sent,) = said.residual, said.sent
+        report = compressor.report(layout, world.states[0], step)
+        kept, (sent,) = report.residual, report.sent
         assert (sent == 0) == (step <= 2)
         # Strom keeps all; then its debt has gone over, and 6 elements a step are paid.
         assert float(kept[0:600].max()) == step and int((kept[:600] < step).sum()) == sent
-    assert said.rung_changes == 0
+    assert report.rung_changes == 0
 
 
 def test_time_that_steps_waited():

@@ -38,11 +38,11 @@ def optimizer_of(rank, deadline, every=4, compression=None, warmup=0, **more):
 
 
 def results_of(size, work):
-    found = run(size, work)
-    for one in found:
+    results = run(size, work)
+    for one in results:
         if isinstance(one, Exception):
             raise one
-    return found
+    return results
 
 
 def step(parameter, optimizer, gradient):
@@ -98,21 +98,21 @@ def test_several_steps_at_once_are_a_round_s_or_more():
 def test_nothing_of_a_slow_rank_is_lost(ranks):
     """With plain SGD and means the parameters are the mean of all gradients ever made."""
     pause = [0.001, 0.02, 0.005][:ranks]
-    found = results_of(ranks, lambda rank: train(rank, 5, pause, 0.03))
-    steps, totals, parameters, rounds = zip(*found)
+    results = results_of(ranks, lambda rank: train(rank, 5, pause, 0.03))
+    steps, totals, parameters, rounds = zip(*results)
     assert len(set(rounds)) == 1
     mean = -sum(totals) / ranks
-    for mine in parameters:
-        torch.testing.assert_close(mine, mean, rtol=1e-4, atol=1e-4)
-        assert torch.equal(mine, parameters[0])
+    for one in parameters:
+        torch.testing.assert_close(one, mean, rtol=1e-4, atol=1e-4)
+        assert torch.equal(one, parameters[0])
     if ranks > 1:
         assert steps[0] > steps[1], "a quick rank goes on while it waits"
 
 
 def test_equally_fast_ranks_make_about_as_many_steps_as_a_round_has():
     """A rank may make one more, where the others' numbers come a moment later."""
-    found = results_of(2, lambda rank: train(rank, 6, [0.005, 0.005], 5.0))
-    for steps, *_ in found:
+    results = results_of(2, lambda rank: train(rank, 6, [0.005, 0.005], 5.0))
+    for steps, *_ in results:
         assert 6 * 4 <= steps <= 6 * 6
 
 
@@ -162,9 +162,9 @@ def test_a_rank_that_stands_still_holds_the_others_no_longer_than_it_must():
         optimizer.exchange()
         return optimizer.steps_made, time.monotonic() - began
 
-    found = results_of(2, work)
-    assert found[0][0] > 2
-    assert all(seconds < 10 for _, seconds in found)
+    results = results_of(2, work)
+    assert results[0][0] > 2
+    assert all(seconds < 10 for _, seconds in results)
 
 
 def test_exchange_waits_for_ranks_that_are_still_in_their_steps():
@@ -176,11 +176,11 @@ def test_exchange_waits_for_ranks_that_are_still_in_their_steps():
         optimizer.exchange()  # nothing has moved
         return optimizer.rounds, parameter.detach().clone()
 
-    (rounds, mine), (others, theirs) = results_of(2, work)
+    (rounds, ours), (others, theirs) = results_of(2, work)
     assert rounds == others == 1
     total = sum(numbers(0, n) for n in range(1)) + sum(numbers(1, n) for n in range(8))
-    torch.testing.assert_close(mine, -total / 2, rtol=1e-4, atol=1e-4)
-    assert torch.equal(mine, theirs)
+    torch.testing.assert_close(ours, -total / 2, rtol=1e-4, atol=1e-4)
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,8 @@ def test_first_steps_are_averaged_one_by_one_and_rounds_begin_after_them():
         optimizer.exchange()
         return averaged, parameter.detach().clone()
 
-    (first, mine), (other, theirs) = results_of(2, work)
-    assert torch.equal(first, other) and torch.equal(mine, theirs)
+    (first, ours), (other, theirs) = results_of(2, work)
+    assert torch.equal(first, other) and torch.equal(ours, theirs)
 
 
 def test_a_saved_state_goes_on_from_where_it_was():
@@ -234,8 +234,8 @@ def test_a_saved_state_goes_on_from_where_it_was():
         again.exchange()
         return other.detach().clone()
 
-    mine, theirs = results_of(2, work)
-    assert torch.equal(mine, theirs)
+    ours, theirs = results_of(2, work)
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -254,8 +254,8 @@ def test_a_state_of_mid_round_is_loaded_after_other_steps_on_each_rank(at_once):
         optimizer.exchange()
         return parameter.detach().clone()
 
-    mine, theirs = results_of(2, work)
-    assert torch.equal(mine, theirs)
+    ours, theirs = results_of(2, work)
+    assert torch.equal(ours, theirs)
 
 
 def test_states_after_other_rounds_are_an_error_on_all():
@@ -273,7 +273,7 @@ def test_states_after_other_rounds_are_an_error_on_all():
 
 
 @pytest.mark.parametrize(
-    ("deadline", "more", "told"),
+    ("deadline", "more", "message"),
     [
         (0.0, {}, "takes seconds, more than 0"),
         (True, {}, "takes seconds, more than 0"),
@@ -283,7 +283,7 @@ def test_states_after_other_rounds_are_an_error_on_all():
         (1.0, {"delay": 1}, "fragments= and delay="),
     ],
 )
-def test_deadlines_that_cannot_be_are_refused(deadline, more, told):
+def test_deadlines_that_cannot_be_are_refused(deadline, more, message):
     class Alone:
         rank = 0
 
@@ -295,7 +295,7 @@ def test_deadlines_that_cannot_be_are_refused(deadline, more, told):
 
     parameter = torch.nn.Parameter(torch.zeros(4))
     cut = torch.nn.Parameter(torch.zeros(4))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         LocalStepsOptimizer(
             torch.optim.SGD([parameter, cut], 1.0),
             None,

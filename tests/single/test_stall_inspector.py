@@ -14,7 +14,7 @@ SETS = {0: (0, 1, 2), 1: (0, 1), 2: (1, 2)}
 NAMES = ("a", "b", "gradcomp.0.end")
 
 
-def asked(name, number=0):
+def pending_op(name, number=0):
     return stall_inspector.PendingOp(name, SimpleNamespace(process_set_id=number), lambda: False)
 
 
@@ -26,33 +26,34 @@ of_a_rank = st.lists(
 @settings(deadline=None)
 @given(st.lists(st.none() | of_a_rank, min_size=3, max_size=3))
 def test_ranks_are_stuck_if_nothing_is_asked_for_by_all_that_it_is_for(ranks):
-    told = {}
+    reports = {}
     for rank, one in enumerate(ranks):
         numbers = [0] * stall_inspector._REPORT_SIZE
         if one is not None:
-            numbers = stall_inspector.pack_report([asked(*pair) for pair in one])
-        told[rank] = stall_inspector.parse_report(numbers)
-        assert (told[rank] is None) == (one is None), "one that has joined says nothing"
+            numbers = stall_inspector.pack_report([pending_op(*pair) for pair in one])
+        reports[rank] = stall_inspector.parse_report(numbers)
+        assert (reports[rank] is None) == (one is None), "one that has joined says nothing"
     wanted = {pair for one in ranks for pair in one or ()}
     can_come = any(
         all(ranks[rank] is None or (name, number) in ranks[rank] for rank in SETS[number])
         for name, number in wanted
     )
-    assert stall_inspector.is_deadlocked(told, SETS) == (
+    assert stall_inspector.is_deadlocked(reports, SETS) == (
         any(r is not None for r in ranks) and not can_come
     )
 
 
 def test_a_rank_that_does_not_wait_or_cannot_tell_all_is_not_stuck():
-    waits = stall_inspector.parse_report(stall_inspector.pack_report([asked("a")]))
+    waits = stall_inspector.parse_report(stall_inspector.pack_report([pending_op("a")]))
     busy = stall_inspector.parse_report(stall_inspector.pack_running())
     many = stall_inspector.parse_report(
-        stall_inspector.pack_report([asked(f"a{i}") for i in range(100)])
+        stall_inspector.pack_report([pending_op(f"a{i}") for i in range(100)])
     )
     assert not stall_inspector.is_deadlocked({0: waits, 1: busy, 2: waits}, SETS)
     assert not stall_inspector.is_deadlocked({0: many, 1: many, 2: waits}, SETS)
     assert not stall_inspector.is_deadlocked(
-        {0: waits, 1: stall_inspector.parse_report(stall_inspector.pack_report([asked("b")]))}, SETS
+        {0: waits, 1: stall_inspector.parse_report(stall_inspector.pack_report([pending_op("b")]))},
+        SETS,
     )
     assert many.text.endswith("a98, a99 and 98 more")
 
@@ -61,7 +62,7 @@ class Ranks:
     """Two ranks whose sums are formed here."""
 
     def __init__(self):
-        self.given = {}
+        self.contributions = {}
         self.watches = [
             stall_inspector.StallChannel(
                 SimpleNamespace(process_set_id=0, size=lambda: 2, rank=lambda r=r: r, ranks=[0, 1]),
@@ -75,7 +76,7 @@ class Ranks:
     def give(self, rank, x):
         number = self.rounds[rank]
         self.rounds[rank] += 1
-        parts = self.given.setdefault(number, {})
+        parts = self.contributions.setdefault(number, {})
         parts[rank] = x
         return SimpleNamespace(
             ready=lambda: len(parts) == 2, wait=lambda: torch.stack(list(parts.values())).sum(0)
@@ -86,12 +87,12 @@ def test_what_was_told_twice_by_all_is_raised_by_all():
     ranks = Ranks()
     first, second = ranks.watches
     for _ in range(2):  # the first rank waits for long, and nothing follows from that
-        first.check([asked("a")])
+        first.check([pending_op("a")])
     for look in range(4):
         for watch, name in ((first, "a"), (second, "b")):
             if look < 3:
                 try:
-                    watch.check([asked(name)])
+                    watch.check([pending_op(name)])
                 except stall_inspector.DeadlockError as error:
                     assert "rank 0 waits for a; rank 1 waits for b" in str(error)
                     assert not watch.pending
@@ -103,13 +104,13 @@ def test_a_word_that_is_old_by_then_raises_nothing():
     ranks = Ranks()
     first, second = ranks.watches
     for step in range(6):  # what one has waited for has come by the time that the other tells
-        first.check([asked(f"a{step}")])
-        second.check([asked(f"b{step}")])
+        first.check([pending_op(f"a{step}")])
+        second.check([pending_op(f"b{step}")])
 
 
 def test_a_word_of_one_rank_is_brought_to_its_end():
     ranks = Ranks()
-    ranks.watches[0].check([asked("a")])
+    ranks.watches[0].check([pending_op("a")])
     assert ranks.watches[0].pending and not ranks.watches[1].pending
     ranks.watches[1].complete()
     ranks.watches[0].complete()

@@ -34,12 +34,12 @@ INT32 = [replace(compressor, index_coding="int32") for compressor in ONE_EACH]
 
 def gradients(generator, layout, world, scale, share):
     """Noise whose scale differs by layer; `share` of it is large, the rest rarely sent."""
-    found = []
+    flats = []
     for _ in range(world.size):
         layers = [2.0**i * torch.randn(n, generator=generator) for i, n in enumerate(layout.sizes)]
         kept = [(torch.rand(n, generator=generator) < share).float() for n in layout.sizes]
-        found.append(world.flat([scale * x * (k + 1e-3) for x, k in zip(layers, kept)]))
-    return found
+        flats.append(world.flat([scale * x * (k + 1e-3) for x, k in zip(layers, kept)]))
+    return flats
 
 
 @pytest.mark.parametrize("moments", [True, False], ids=["moments", "steps"])
@@ -60,11 +60,11 @@ def test_kernels_match_reference_ops(compressor, moments, sizes, seed, ranks, sc
     with threads(count):
         for step in range(6):
             generator = torch.Generator().manual_seed(1000 * seed + step)
-            given = gradients(generator, layout, fused, scale, share)
+            flats = gradients(generator, layout, fused, scale, share)
             extra = {}
             if compressor.uses_moments and moments:
-                extra["moment"] = [g * g / 2 for g in given]
-            ours, theirs = fused.step(given, **extra), reference.step(given, **extra)
+                extra["moment"] = [g * g / 2 for g in flats]
+            ours, theirs = fused.step(flats, **extra), reference.step(flats, **extra)
             assert all(map(torch.equal, ours, theirs))
             assert_alike(fused, reference)
 
@@ -73,7 +73,7 @@ def test_kernels_match_reference_ops(compressor, moments, sizes, seed, ranks, sc
 def test_threads_cut_a_large_bucket_alike(compressor):
     """Borders of pieces lie within layers, and the densities go from few elements to all."""
     layout = layout_of(40_000, 100, 70_001)
-    found = []
+    ends = []
     for count in (1, 3):
         world = World(compressor, TorchOps(), layout, 2)
         totals = []
@@ -81,8 +81,8 @@ def test_threads_cut_a_large_bucket_alike(compressor):
             for step, share in enumerate([0.001, 0.001, 0.3, 1.0, 1.0, 0.01]):
                 generator = torch.Generator().manual_seed(step)
                 totals += world.step(gradients(generator, layout, world, 1.0, share))
-        found.append((world, totals))
-    (one, totals), (other, same) = found
+        ends.append((world, totals))
+    (one, totals), (other, same) = ends
     assert all(map(torch.equal, totals, same))
     assert_alike(one, other)
 
@@ -104,15 +104,15 @@ def test_an_exchange_that_fails_commits_nothing(compressor, what):
     for ops in (TorchOps(), reference_ops()):
         world = World(compressor, ops, layout, 2, tamper=tamper)
         generator = torch.Generator().manual_seed(1)
-        given = [gradients(generator, layout, world, 2.0, 1.0) for _ in range(4)]
-        world.step(given[0])
+        steps = [gradients(generator, layout, world, 2.0, 1.0) for _ in range(4)]
+        world.step(steps[0])
         if what == "nan":
-            given[1][0][5] = float("nan")
+            steps[1][0][5] = float("nan")
         fails[:] = [True] * (what == "index")
         with pytest.raises((PayloadError, NonFiniteGradientError)):
-            world.step(given[1])
+            world.step(steps[1])
         fails.clear()
-        totals = [world.step(g) for g in given[2:]]
+        totals = [world.step(g) for g in steps[2:]]
         ends.append((world, totals))
     (fused, totals), (reference, others) = ends
     for ours, theirs in zip(totals, others):
@@ -133,8 +133,8 @@ def test_no_index_is_trusted(compressor, data):
     level = level._replace(capacity=capacity, dense=dense)
     size = compressor.payload_bytes(layout, level) - HEADER_BYTES
     near = data.draw(st.booleans())  # most random indices lie beyond the bucket
-    given = data.draw(st.lists(st.binary(min_size=size, max_size=size), min_size=1, max_size=3))
-    bodies = torch.tensor([list(body) for body in given], dtype=torch.uint8)
+    payloads = data.draw(st.lists(st.binary(min_size=size, max_size=size), min_size=1, max_size=3))
+    bodies = torch.tensor([list(body) for body in payloads], dtype=torch.uint8)
     if near and not dense:
         side = size - 4 * capacity
         words = bodies[:, side:].view(-1, capacity, 4)
@@ -143,12 +143,12 @@ def test_no_index_is_trusted(compressor, data):
         words[:, :, 3] &= (
             0x80 if isinstance(compressor.rule.tau, float) and not compressor.rule.powers else 0xF0
         )
-    weights = torch.full((len(given),), 0.5)
+    weights = torch.full((len(payloads),), 0.5)
 
     def total(ops):
-        room = torch.full((layout.size,), 7.0)
+        out = torch.full((layout.size,), 7.0)
         try:
-            return compressor.decode_sum(ops, layout, Payloads(level, bodies, weights), room)
+            return compressor.decode_sum(ops, layout, Payloads(level, bodies, weights), out)
         except (PayloadError, IndexError, RuntimeError) as error:
             return type(error)
 
@@ -167,10 +167,10 @@ def test_bodies_of_another_level_are_an_error(compressor, dense):
     schedule = compressor.capacity_schedule(layout)
     level = schedule.next_level(ops, schedule.init(ops))[0]._replace(capacity=20, dense=dense)
     size = compressor.body_bytes(layout, level)
-    weights, room = torch.full((2,), 0.5), torch.zeros(layout.size)
+    weights, out = torch.full((2,), 0.5), torch.zeros(layout.size)
     for bodies in torch.zeros(2, size - 4, dtype=torch.uint8), torch.zeros(1, 0, dtype=torch.uint8):
         with pytest.raises(PayloadError, match=f"where {size} are due"):
-            compressor.decode_sum(ops, layout, Payloads(level, bodies, weights), room)
+            compressor.decode_sum(ops, layout, Payloads(level, bodies, weights), out)
 
 
 class ByRule(ThresholdCompressor, registered=False):
@@ -202,11 +202,11 @@ class ByRule(ThresholdCompressor, registered=False):
 
     def commit(self, ops, memory, sent, value):
         rule, index = self.rule, sent.index
-        held = ops.gather(memory.r, index)
-        kept = held - value if rule.subtracts else 0.0
+        residual = ops.gather(memory.r, index)
+        kept = residual - value if rule.subtracts else 0.0
         settled = memory._replace(r=ops.put(memory.r, index, kept))
         if rule.corrects:
-            v = ops.gather(memory.v, index) - ops.times(ops.abs(held), 2 * rule.tau)
+            v = ops.gather(memory.v, index) - ops.times(ops.abs(residual), 2 * rule.tau)
             v = ops.put(memory.v, index, ops.maximum(v + rule.tau * rule.tau, 0.0))
             return settled._replace(v=ops.scale(v, rule.zeta))
         if rule.ambiguity:
@@ -229,8 +229,8 @@ def test_every_rule_there_may_be(rule):
     sizes = set()
     for step, share in enumerate([0.01, 0.1, 1.0, 1.0, 0.1, 0.01]):
         generator = torch.Generator().manual_seed(step)
-        given = gradients(generator, layout, fused, 2.0, share)
-        assert all(map(torch.equal, fused.step(given), reference.step(given)))
+        flats = gradients(generator, layout, fused, 2.0, share)
+        assert all(map(torch.equal, fused.step(flats), reference.step(flats)))
         assert_alike(fused, reference)
         sizes.add(fused.traffic[0][0].tensor.numel())
     assert compressor.payload_bytes(layout, CapacityLevel(0, 0, True)) in sizes and len(sizes) > 1
@@ -257,11 +257,11 @@ def test_what_c_and_python_hand_each_other_has_one_shape(tmp_path):
     source.write_text(f"{heads}int main(void) {{\n{lines}\nreturn 0;\n}}\n")
     program = tmp_path / "shapes"
     subprocess.run(["gcc", f"-I{building.HERE}/c", source, "-o", program], check=True)
-    said = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run([program], capture_output=True, text=True, check=True).stdout
     dtypes = [torch.uint8, torch.int64, torch.float32, torch.bool]
     errors = [kernels._NO_MEMORY, kernels._BEYOND]
     expected = [*range(8), *(kernels._DTYPES[dtype] for dtype in dtypes), *errors]
-    assert said.split() == [str(number) for number in expected]
+    assert output.split() == [str(number) for number in expected]
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["with C", "without"])
@@ -279,8 +279,8 @@ def test_axes_change_their_order(native, shape, data, count):
     x = torch.arange(math.prod(shape), dtype=torch.float32).view(shape).permute(order)
     with threads(count):
         laid = ops.reshape(x, (-1,))
-        room = ops.assemble(torch.empty(laid.shape), [x])
-    assert torch.equal(laid, x.contiguous().view(-1)) and torch.equal(room, laid)
+        assembled = ops.assemble(torch.empty(laid.shape), [x])
+    assert torch.equal(laid, x.contiguous().view(-1)) and torch.equal(assembled, laid)
 
 
 @given(

@@ -30,14 +30,14 @@ def drawn(*shape: int) -> torch.Tensor:
 def test_tiles(shape, back):
     ops, (rows, columns, height, width) = TorchOps(), shape
     x, left, right = drawn(rows * columns), drawn(height, height), drawn(width, width)
-    given = x, (rows, columns), left, right, back
-    ours = ops.turn_tiles(*given)
-    double = [y.double() if isinstance(y, torch.Tensor) else y for y in given]
+    arguments = x, (rows, columns), left, right, back
+    ours = ops.turn_tiles(*arguments)
+    double = [y.double() if isinstance(y, torch.Tensor) else y for y in arguments]
     theirs = TorchOps(static=True).turn_tiles(*double)
     assert torch.allclose(ours.double(), theirs, rtol=1e-4, atol=1e-3)
     with threads(2):
-        assert same(ops.turn_tiles(*given), ours)
-    on_tensorflow = Both("tensorflow")("turn_tiles", *given)
+        assert same(ops.turn_tiles(*arguments), ours)
+    on_tensorflow = Both("tensorflow")("turn_tiles", *arguments)
     assert same(on_tensorflow, ours)
 
 

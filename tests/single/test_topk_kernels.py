@@ -46,7 +46,7 @@ ONE_EACH = [
 
 def gradients(generator, layout, world, kind, scale):
     """Of all ranks; the scale differs by layer, and from step to step."""
-    found = []
+    flats = []
     for _ in range(world.size):
         layers = []
         for i, n in enumerate(layout.sizes):
@@ -60,8 +60,8 @@ def gradients(generator, layout, world, kind, scale):
             elif kind == "heavy":
                 x = x / torch.rand(n, generator=generator).clamp(min=1e-6)
             layers.append(scale * 2.0**i * x)
-        found.append(world.flat(layers))
-    return found
+        flats.append(world.flat(layers))
+    return flats
 
 
 @pytest.mark.parametrize("compressor", METHODS, ids=repr)
@@ -85,8 +85,8 @@ def test_kernels_match_reference_ops(compressor, sizes, seed, ranks, kinds, scal
     with threads(count):
         for step, (kind, scale) in enumerate(zip(kinds, scales)):
             generator = torch.Generator().manual_seed(1000 * seed + step)
-            given = gradients(generator, layout, fused, kind, scale)
-            ours, theirs = fused.step(given), reference.step(given)
+            flats = gradients(generator, layout, fused, kind, scale)
+            ours, theirs = fused.step(flats), reference.step(flats)
             assert all(map(torch.equal, ours, theirs))
             assert_alike(fused, reference)
 
@@ -137,18 +137,18 @@ def test_an_exchange_that_fails_commits_nothing(compressor, what):
     for ops in (TorchOps(), reference_ops()):
         world = World(compressor, ops, layout, 2, tamper=tamper)
         generator = torch.Generator().manual_seed(1)
-        given = [gradients(generator, layout, world, "noise", 1.0) for _ in range(4)]
-        world.step(given[0])
+        steps = [gradients(generator, layout, world, "noise", 1.0) for _ in range(4)]
+        world.step(steps[0])
         if what == "nan":
-            given[1][0][5] = float("nan")
+            steps[1][0][5] = float("nan")
         before = [x.clone() for x in world.states[0].memory]
         fails[:] = [True] * (what != "nan")
         with pytest.raises((PayloadError, NonFiniteGradientError)):
-            world.step(given[1])
+            world.step(steps[1])
         fails.clear()
         if what == "nan":
             assert all(map(torch.equal, before, world.states[0].memory))
-        totals = [world.step(g) for g in given[2:]]
+        totals = [world.step(g) for g in steps[2:]]
         ends.append((world, totals))
     (fused, totals), (reference, others) = ends
     for ours, theirs in zip(totals, others):
@@ -242,8 +242,8 @@ def test_a_method_of_verbs_goes_on_as_it_is():
     worlds = [World(Halving(density=0.05), o, layout, 2) for o in (TorchOps(), reference_ops())]
     for step in range(4):
         generator = torch.Generator().manual_seed(step)
-        given = gradients(generator, layout, worlds[0], "noise", 1.0)
-        ours, theirs = (world.step(given) for world in worlds)
+        flats = gradients(generator, layout, worlds[0], "noise", 1.0)
+        ours, theirs = (world.step(flats) for world in worlds)
         assert all(map(torch.equal, ours, theirs))
         assert_alike(*worlds)
 
@@ -253,7 +253,7 @@ def test_bodies_of_another_size_are_an_error(compressor):
     """C would read beyond their end."""
     layout, ops = layout_of(700, 5000), TorchOps()
     size = 8 * compressor.capacity(layout)
-    weights, room = torch.full((2,), 0.5), torch.zeros(layout.size)
+    weights, out = torch.full((2,), 0.5), torch.zeros(layout.size)
     with pytest.raises(PayloadError, match=f"where {size} are due"):
         bodies = torch.zeros(2, size - 4, dtype=torch.uint8)
-        compressor.decode_sum(ops, layout, Payloads(None, bodies, weights), room)
+        compressor.decode_sum(ops, layout, Payloads(None, bodies, weights), out)

@@ -81,13 +81,13 @@ def test_the_rounding_error_stays(base, values, seed, sizes):
     random = np.random.default_rng(seed)
     for _ in range(4):
         (gradient,) = drawn(world, random)
-        there = accumulated(compressor, world.states[0].memory, gradient)
+        pending = accumulated(compressor, world.states[0].memory, gradient)
         total = world.step([gradient])[0]
         memory = world.states[0].memory
-        assert torch.equal(memory.r, there[0] - total)
+        assert torch.equal(memory.r, pending[0] - total)
         if len(memory) == 2:
-            cleared = (memory.u == 0) & (there[1] != 0)
-            assert torch.equal(memory.u[~cleared], there[1][~cleared])
+            cleared = (memory.u == 0) & (pending[1] != 0)
+            assert torch.equal(memory.u[~cleared], pending[1][~cleared])
             assert not cleared.any() or compressor.masking
 
 
@@ -102,14 +102,14 @@ def test_replicas_are_equal_and_nothing_is_lost(base, values, size):
     random = np.random.default_rng(size)
     for _ in range(4):
         gradients = drawn(world, random)
-        there = [
+        pending = [
             accumulated(compressor, s.memory, g)[0].double()
             for s, g in zip(world.states, gradients)
         ]
         totals = world.step(gradients)
         assert all(torch.equal(total, totals[0]) for total in totals)
         kept = sum(s.memory.r.double() for s in world.states)
-        assert (sum(there) - kept - totals[0].double()).abs().max() < 1e-4 * size
+        assert (sum(pending) - kept - totals[0].double()).abs().max() < 1e-4 * size
 
 
 def rounded(x, values):
@@ -133,15 +133,15 @@ def test_values_are_those_of_the_oracle(kind, size, values):
     random = np.random.default_rng(3)
     for _ in range(2):
         (gradient,) = drawn(world, random)
-        there = world.states[0].memory.r.numpy()[:size] + gradient.numpy()[:size]
+        pending = world.states[0].memory.r.numpy()[:size] + gradient.numpy()[:size]
         total = world.step([gradient])[0].numpy()[:size]
         k = size // 2
-        place = np.sort(np.argsort(-np.abs(there), kind="stable")[:k])
+        place = np.sort(np.argsort(-np.abs(pending), kind="stable")[:k])
         groups, expected = -(-k // MOST_IN_GROUP), np.zeros(size)
         for group in range(groups):
             start, end = size * group // groups, size * (group + 1) // groups
             index = place[(place >= start) & (place < end)]
-            expected[index] = rounded(there[index], values)
+            expected[index] = rounded(pending[index], values)
         assert np.allclose(total, expected, atol=1e-4)
 
 
@@ -153,12 +153,12 @@ def test_a_small_layer_beside_a_large_one_is_sent_as_well(values):
     generator = torch.Generator().manual_seed(0)
     for _ in range(30):
         layers = [torch.randn(size, generator=generator) * scale for scale in (1.0, 0.01)]
-        there = world.flat(layers) + world.states[0].r * compressor.decay
+        pending = world.flat(layers) + world.states[0].r * compressor.decay
         sent = world.step([world.flat(layers)])[0].split(size)
-        for own, all_ in zip(sent, there.split(size)):
-            chosen = own != 0
+        for part, all_ in zip(sent, pending.split(size)):
+            chosen = part != 0
             assert int(chosen.sum()) == size // 64
-            assert torch.cosine_similarity(own[chosen], all_[chosen], 0) > 0.98
+            assert torch.cosine_similarity(part[chosen], all_[chosen], 0) > 0.98
     kept = [r.norm() / x.norm() for r, x in zip(world.states[0].r.split(size), layers)]
     assert max(kept) < 2.3 and abs(kept[0] - kept[1]) < 0.1
 
@@ -210,8 +210,8 @@ def test_the_groups_of_places_by_definition(seed, layers):
         expected = np.full(count, groups.count)
         for number, (start, end, _) in enumerate(groups.stretches):
             expected[(places >= start) & (places < end)] = number
-        found = groups.of_places(Searching(), torch.from_numpy(places))
-        assert found.tolist() == expected.tolist()
+        numbers = groups.of_places(Searching(), torch.from_numpy(places))
+        assert numbers.tolist() == expected.tolist()
         assert searched.pop() == len(groups.borders) and not searched
         places = torch.from_numpy(random.permutation(places))
         expected = groups.of_places(TorchOps(), places.sort().values)[places.argsort().argsort()]
@@ -247,8 +247,8 @@ def test_torch_and_tensorflow_send_the_same_bytes(compressor):
         other = run(compressor, ops, make, data, None)
         assert other[0] == wire
         assert other[2] == states
-        for mine, theirs in zip(other[1], results):
-            np.testing.assert_array_equal(mine[0], theirs[0])
+        for ours, theirs in zip(other[1], results):
+            np.testing.assert_array_equal(ours[0], theirs[0])
 
 
 @pytest.mark.parametrize("compressor", ROUNDED, ids=repr)
@@ -332,10 +332,10 @@ def test_after(first, then):
         came, went = came + sum(g.double() for g in gradients), went + totals[0].double()
         inner = compressor.first if step < 3 else then
         kept = [residual_of(inner, s.first if step < 3 else s.then) for s in world.states]
-        held = sum(r.double() for r in kept) if kept[0] is not None else 0.0
+        residual = sum(r.double() for r in kept) if kept[0] is not None else 0.0
         forgets = getattr(then, "momentum", 0.0) or getattr(then, "beta", 1.0) != 1.0
         if step < 3 or not forgets:
-            assert (came - went - held).abs().max() < 1e-3
+            assert (came - went - residual).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("compressor", ROUNDED, ids=repr)

@@ -63,8 +63,8 @@ def test_the_first_difference_and_the_fewest_ranks_are_named():
     verify.compare(["w", "v"], [[1, 2], [1, 2]], [0, 1], 3)
     with pytest.raises(verify.DivergedError) as caught:
         verify.compare(["u", "w", "v"], [[1, 2, 3], [1, 7, 3], [1, 2, 4]], [4, 5, 6], 9)
-    said = str(caught.value)
-    assert "after 9 steps w on rank 5 is not what it is on ranks 4, 6; 2 of 3 tensors" in said
+    message = str(caught.value)
+    assert "after 9 steps w on rank 5 is not what it is on ranks 4, 6; 2 of 3 tensors" in message
     with pytest.raises(verify.DivergedError, match="w on rank 1 is not what it is on rank 0"):
         verify.compare(["w"], [[1], [2]], [0, 1], 1)
 

@@ -32,9 +32,9 @@ def test_signs_of_a_momentum(framework, count, size):
     with threads(count):
         for negative in (0, 1):
             for momentum in (0.9, 0.0):
-                given = groups, m, gradient, momentum, negative
-                theirs = plain("momentum_signs")(ops, groups, m, gradient.clone(), *given[3:])
-                assert all(map(same, both("momentum_signs", *given), theirs))
+                arguments = groups, m, gradient, momentum, negative
+                theirs = plain("momentum_signs")(ops, groups, m, gradient.clone(), *arguments[3:])
+                assert all(map(same, both("momentum_signs", *arguments), theirs))
 
 
 @pytest.mark.parametrize("framework", frameworks())
@@ -52,8 +52,8 @@ def test_majority(framework, count, size, ranks):
             weights[left_out:] = 0.0
             for unit in (0.3, float("inf")):
                 theirs = plain("majority")(ops, groups, packed, weights, unit, m.clone(), m.clone())
-                room = torch.full_like(m, 7.0)
-                ours = both("majority", groups, packed, weights, unit, m, room)
+                out = torch.full_like(m, 7.0)
+                ours = both("majority", groups, packed, weights, unit, m, out)
                 assert torch.equal(torch.isnan(ours[0]), torch.isnan(theirs[0]))
                 assert same(*(torch.nan_to_num(x, nan=9.0) for x in (ours[0], theirs[0])))
                 assert same(ours[1], m)
@@ -86,8 +86,8 @@ def test_whole_steps(ranks):
             layers = [torch.randn(s, generator=generator) for s in layout.shapes]
             layers[2][::3] = 0.0
             gradients.append(layers)
-        found = [
+        results = [
             w.step([w.flat([x.clone() for x in g]) for g in gradients]) for w in (ours, theirs)
         ]
-        assert all(map(torch.equal, *found))
+        assert all(map(torch.equal, *results))
         assert_alike(ours, theirs)

@@ -67,9 +67,9 @@ def test_nothing_is_lost_at_a_change_of_phase(first, then):
         inner = first if step < 4 else compressor.then
         states = [s.first if step < 4 else s.then for s in world.states]
         kept = [residual_of(inner, s) for s in states]
-        held = sum(r.double() for r in kept) if kept[0] is not None else 0.0
+        residual = sum(r.double() for r in kept) if kept[0] is not None else 0.0
         if not (isinstance(then, QSGDCompressor) and step >= 4):  # that rounds at random
-            torch.testing.assert_close(came[:600], (went + held)[:600], rtol=0, atol=1e-4)
+            torch.testing.assert_close(came[:600], (went + residual)[:600], rtol=0, atol=1e-4)
 
 
 def test_a_velocity_goes_on_in_the_next_phase():

@@ -22,7 +22,7 @@ def worlds(compressor, layout: Layout, ranks: int, device: str) -> tuple[World, 
 
 def drawn(generator, world: World, scale: float, share: float, kind: str = "noise"):
     """Of all ranks: noise whose scale differs by layer; `share` of it is large."""
-    found = []
+    flats = []
     for _ in range(world.size):
         layers = []
         for i, n in enumerate(world.layout.sizes):
@@ -35,14 +35,14 @@ def drawn(generator, world: World, scale: float, share: float, kind: str = "nois
                 x = x / torch.rand(n, generator=generator).clamp(min=1e-6)
             kept = (torch.rand(n, generator=generator) < share).float()
             layers.append((scale * 2.0**i * x * (kept + 1e-3)).to(world.ops.device))
-        found.append(world.flat(layers))
-    return found
+        flats.append(world.flat(layers))
+    return flats
 
 
-def assert_step_alike(ours: World, theirs: World, given, **extra) -> None:
+def assert_step_alike(ours: World, theirs: World, gradients, **extra) -> None:
     """A step of both, to the bit: results, states and what was sent."""
     copies = {name: [x.clone() for x in xs] for name, xs in extra.items()}
-    one, other = ours.step(given, **extra), theirs.step(given, **copies)
+    one, other = ours.step(gradients, **extra), theirs.step(gradients, **copies)
     assert all(map(torch.equal, one, other))
     assert_alike(ours, theirs)
     assert_left_clean(ours.ops)
@@ -52,5 +52,5 @@ def assert_left_clean(ops: TorchOps) -> None:
     """What the next step begins with is zeros."""
     families = ops.kernels, ops.threshold_kernels, ops.topk_kernels, ops.quantizers
     for passes in (*families, ops.word_kernels):
-        for key, room in passes._memory.items():
-            assert key[0] != "clean" or not bool(room.any()), key
+        for key, buffer in passes._memory.items():
+            assert key[0] != "clean" or not bool(buffer.any()), key

@@ -62,14 +62,14 @@ def variant(launch):
 
 def variants():
     """Of all methods: each kernel as it is launched, by name."""
-    found = {}
+    distinct = {}
     counted = {name: compressor for name, (compressor, *_) in METHODS.items()}
     for name, compressor in {**counted, **OTHERS}.items():
         for dense in (False, True):
             for launch in launches_of(compressor, LAYOUT, dense):
                 kernel, parts = variant(launch)
-                found.setdefault((kernel.__name__, parts), (kernel, parts, name))
-    return list(found.values())
+                distinct.setdefault((kernel.__name__, parts), (kernel, parts, name))
+    return list(distinct.values())
 
 
 def compiled(kernel, parts, architecture):
@@ -89,19 +89,19 @@ def usage(binary, folder: Path) -> tuple[int, int]:
     file = folder / f"{binary.metadata.hash}.cubin"
     file.write_bytes(binary.asm["cubin"])
     command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", said).groups()
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", output).groups()
     return int(registers), int(stack) + int(local)
 
 
 def widths(ptx: str) -> dict[str, int]:
     """Bits that the widest load and the widest store of a thread move."""
-    found = {"load": 0, "store": 0}
+    widest = {"load": 0, "store": 0}
     pattern = r"(ld|st)\.global(?:\.[\w:]+)*?(?:\.v(\d))?\.[bfsu](\d+)"
     for what, vector, bits in re.findall(pattern, ptx):
         name = "load" if what == "ld" else "store"
-        found[name] = max(found[name], int(vector or 1) * int(bits))
-    return found
+        widest[name] = max(widest[name], int(vector or 1) * int(bits))
+    return widest
 
 
 @pytest.fixture(scope="module")
@@ -169,11 +169,11 @@ def test_what_is_sent_is_read_before_it_is_cleared(binaries):
 def test_a_later_step_compiles_nothing(name):
     """Numbers that change from step to step are not what a kernel is compiled for."""
     step = Step(METHODS[name][0], LAYOUT, kernels=True)
-    found = []
+    launched = []
     for number in (1, 2, 16, 17, 4_096, 999_999):
         step.take(number=number)
-        found.append([variant(launch) for launch in step.kernels])
-    assert all(each == found[0] for each in found)
+        launched.append([variant(launch) for launch in step.kernels])
+    assert all(each == launched[0] for each in launched)
 
 
 def test_walks_move_vectors(binaries):
@@ -192,8 +192,8 @@ def test_they_are_recorded(binaries, request):
     rows: dict[str, dict] = {}
     for b in binaries:
         row = rows.setdefault(b["kernel"], {"registers": {}, "load": 0, "store": 0, "variants": 0})
-        most = row["registers"].setdefault(f"sm_{b['architecture']}", 0)
-        row["registers"][f"sm_{b['architecture']}"] = max(most, b["usage"][0])
+        highest = row["registers"].setdefault(f"sm_{b['architecture']}", 0)
+        row["registers"][f"sm_{b['architecture']}"] = max(highest, b["usage"][0])
         row["variants"] += b["architecture"] == ARCHITECTURES[0]
         for name, bits in widths(b["ptx"]).items():
             row[name] = max(row[name], bits)

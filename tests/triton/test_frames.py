@@ -44,32 +44,32 @@ def test_frames_are_those_of_the_verbs(sizes, ranks, groups, kind, size, damage,
         for first, *_ in bodies:
             first[: groups // 2] = 127 if size >= 1e38 else 0
 
-    def said(kernels):
-        ops, found = on(device, kernels), []
+    def outcome(kernels):
+        ops, packed = on(device, kernels), []
         header = wire.Header(3, 0xFEDCBA98, 7, 2, 5, 1 << 31, True)
         for rank, body in enumerate(bodies):
-            mine = header
+            rank_header = header
             if damage == "step" and rank == ranks - 1:
-                mine = mine._replace(step=8)
+                rank_header = rank_header._replace(step=8)
             finite = torch.tensor(not (damage == "finite" and rank == 0), device=device)
             parts = [part.to(device) for part in body]
-            found.append(wire.pack(ops, mine._replace(finite=finite), *parts))
-        frames = torch.stack(found)
+            packed.append(wire.pack(ops, rank_header._replace(finite=finite), *parts))
+        frames = torch.stack(packed)
         if damage == "body":
             frames[-1, -1] += 1
         try:
             how = reduction_spec(context, side)
-            given, got = wire.unpack(ops, header, frames, how)
-            weights = weights_of(ops, context, given)
+            headers, got = wire.unpack(ops, header, frames, how)
+            weights = weights_of(ops, context, headers)
             ops.raise_found()
         except (PayloadError, NonFiniteGradientError) as error:
             return frames, str(error)
         finally:
             if kernels:
                 assert_left_clean(ops)
-        return frames, torch.stack((given.sent, given.wanted)).tolist(), weights.tolist(), got
+        return frames, torch.stack((headers.sent, headers.wanted)).tolist(), weights.tolist(), got
 
-    (ours, *one), (theirs, *other) = said(True), said(False)
+    (ours, *one), (theirs, *other) = outcome(True), outcome(False)
     assert torch.equal(ours, theirs)
     assert str(one) == str(other)
 
@@ -78,13 +78,13 @@ def test_frames_are_those_of_the_verbs(sizes, ranks, groups, kind, size, damage,
 @pytest.mark.parametrize("where", ["gradient", "moment"])
 def test_what_is_not_finite_becomes_zeros(what, where, device):
     values = {"": 1.0, "nan": float("nan"), "inf": -float("inf"), "large": 2.0**120}
-    given = {name: torch.ones(10_000, device=device) for name in ("gradient", "moment")}
-    given[where][9_000] = values[what]
+    tensors = {name: torch.ones(10_000, device=device) for name in ("gradient", "moment")}
+    tensors[where][9_000] = values[what]
     ours, theirs = on(device, True), on(device, False)
     for name in ("check_finite", "check_finite_with"):
         both = []
         for ops in (ours, theirs):
-            copies = [x.clone() for x in given.values()]
+            copies = [x.clone() for x in tensors.values()]
             if name == "check_finite_with":
                 finite, *left = ops.check_finite_with(*copies)
             else:

@@ -87,11 +87,11 @@ class Codec:
         row_groups, parts = codec.row_groups(layout), codec.parts(layout)
         finite, gradient = patterns.check_finite(ops, self.gradient)
         x = codec.collect(ops, gradient, self.state)
-        mine = codec.encode(ops, row_groups, x, ops.key(0, 7))
-        body = wire.pack_pieces(ops, parts, mine)
+        encoded = codec.encode(ops, row_groups, x, ops.key(0, 7))
+        body = wire.pack_pieces(ops, parts, encoded)
         buffer = wire.pack(ops, patterns.header_of(codec, self.context, finite), *body)
         bodies = wire.bodies_of(self.gathered(buffer))
-        self.state = codec.update_state(ops, row_groups, x, mine, self.state)
+        self.state = codec.update_state(ops, row_groups, x, encoded, self.state)
         payload = wire.unpack_body(ops, parts, bodies)
         total = codec.add_decoded(
             ops, row_groups, payload, Accumulator(None, gradient, self.weights)
@@ -145,8 +145,8 @@ def test_a_step_is_twelve_launches_and_waits_for_nothing(name):
     compressor = METHODS[name][0]
     for layout in buckets(compressor):
         step = Step(compressor, layout, kernels=True)
-        own = step.ops.threshold_kernels, step.ops.topk_kernels, step.ops.quantizers
-        passes = [step.ops.kernels, *own]
+        others = step.ops.threshold_kernels, step.ops.topk_kernels, step.ops.quantizers
+        passes = [step.ops.kernels, *others]
         kept = [set(each._memory) for each in passes]
         step.take()
         launched = [launch for part in step.listed for launch, _ in part]
@@ -179,9 +179,9 @@ def test_a_captured_step_is_the_step(compressor, dense, device):
         x.copy_(before)
     generator = torch.Generator().manual_seed(1)
     for _ in range(3):
-        given = ours.drawn(generator)
-        ours.gradient.copy_(given)
-        theirs.gradient.copy_(given)
+        gradient = ours.drawn(generator)
+        ours.gradient.copy_(gradient)
+        theirs.gradient.copy_(gradient)
         graph.replay()
         for one, other in zip(captured, theirs()):
             assert torch.equal(one, other)

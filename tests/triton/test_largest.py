@@ -66,8 +66,8 @@ def test_lgc_finds_the_same(pattern, device):
     ours, theirs = worlds(lgc, layout_of(700, 300), 2, device)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
-        given_ = drawn(generator, ours, 1.0, 1.0)
-        assert all(map(torch.equal, ours.step(given_), theirs.step(given_)))
+        gradients = drawn(generator, ours, 1.0, 1.0)
+        assert all(map(torch.equal, ours.step(gradients), theirs.step(gradients)))
 
 
 @pytest.mark.parametrize("compressor", [ONE_EACH[2], ONE_EACH[3]], ids=repr)
@@ -129,8 +129,8 @@ def test_what_is_damaged_or_not_finite_is_said(compressor, what, device):
             gradients[1][0][5] = float("nan") if what == "nan" else 2.0**60
         fails[:] = [True] * (what == "payload")
         error = PayloadError if what == "payload" else NonFiniteGradientError
-        said = {"payload": "rank 1", "sum": "overflows"}.get(what, "rank 0")
-        with pytest.raises(error, match=said):
+        message = {"payload": "rank 1", "sum": "overflows"}.get(what, "rank 0")
+        with pytest.raises(error, match=message):
             world.step(gradients[1])
             world.ops.raise_found()  # on a GPU it is said when the host next looks
         fails.clear()
@@ -160,22 +160,24 @@ def test_no_index_is_trusted(data, device):
             index.copy_(index.sort().values)
             ordered = bool((index < layout.sink).all())
     weights = torch.full((ranks,), 0.5, device=device)
-    room = torch.full((layout.size + 512,), 7.0, device=device)
+    buffer = torch.full((layout.size + 512,), 7.0, device=device)
 
     def total(ops):
-        into = room[: layout.size]
-        found = compressor.decode_sum(
+        into = buffer[: layout.size]
+        summed = compressor.decode_sum(
             ops, layout, Payloads(level, bodies.to(device), weights), into
         )
         ops.raise_found()
-        return found.clone()
+        return summed.clone()
 
     try:
         one = total(ours)
     except (PayloadError, NonFiniteGradientError) as error:
         assert not (finite and ordered), error
         one = None
-    assert bool((room[layout.size :] == 7.0).all()), "what lies behind the bucket is not written to"
+    assert bool((buffer[layout.size :] == 7.0).all()), (
+        "what lies behind the bucket is not written to"
+    )
     if one is not None:
         assert torch.equal(one, total(theirs))
 

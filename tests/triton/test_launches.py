@@ -24,8 +24,8 @@ PASSES = (
 
 def test_the_gpu_of_the_tensors_is_current(monkeypatch, device):
     """Triton takes the current one, and a process may have several."""
-    there = common.made_current(torch.device("cuda", 1))
-    assert isinstance(there, torch.cuda.device) and there.idx == 1
+    context = common.made_current(torch.device("cuda", 1))
+    assert isinstance(context, torch.cuda.device) and context.idx == 1
     if device != "cpu":
         return
     seen = []
@@ -102,7 +102,7 @@ def test_a_bucket_beyond_32_bits_is_refused():
 
 
 @pytest.mark.parametrize(
-    "change, said",
+    "change, reason",
     [
         ("capability", "compute capability 8.0"),
         ("triton", "Triton 3.6"),
@@ -111,7 +111,7 @@ def test_a_bucket_beyond_32_bits_is_refused():
         ("nothing", ""),
     ],
 )
-def test_a_gpu_without_what_kernels_need_takes_verbs(change, said, monkeypatch, caplog):
+def test_a_gpu_without_what_kernels_need_takes_verbs(change, reason, monkeypatch, caplog):
     """It says so once, and trains."""
 
     def check_finite(passes, x, how):
@@ -127,8 +127,8 @@ def test_a_gpu_without_what_kernels_need_takes_verbs(change, said, monkeypatch, 
     base._triton_runs.cache_clear()
     for _ in range(2):
         ops = TorchOps("cuda:0")
-        assert (ops.kernels is None) == bool(said) == (ops.threshold_kernels is None)
+        assert (ops.kernels is None) == bool(reason) == (ops.threshold_kernels is None)
     base._triton_runs.cache_clear()
     messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == bool(said)
-    assert all("cuda:0" in message and said in message for message in messages)
+    assert len(messages) == bool(reason)
+    assert all("cuda:0" in message and reason in message for message in messages)

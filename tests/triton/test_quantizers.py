@@ -21,12 +21,12 @@ FEW = settings(deadline=None, max_examples=4, derandomize=True, phases=[Phase.ge
 
 def bands_of(cuts, size):
     """Rows of several lengths, with gaps between."""
-    found, at = [], 0
+    groups, at = [], 0
     for gap, rows, length in cuts:
         if at + gap + rows * length <= size:
-            found.append(RowGroup(at + gap, rows, length))
+            groups.append(RowGroup(at + gap, rows, length))
             at += gap + rows * length
-    return RowGroups(tuple(found))
+    return RowGroups(tuple(groups))
 
 
 def values(kind, size, seed):
@@ -130,11 +130,11 @@ def test_rows_of_ranks_may_lie_far_apart(tmp_path, device):
     passes, row_groups = on(device, True).quantizers, RowGroups((RowGroup(0, 1, 32),))
     side, codes = torch.from_numpy(np.asarray(middle[:groups])), torch.zeros(8, dtype=torch.int32)
     tables, how = passes._bands(row_groups, 32)
-    weights, room = torch.ones(3), torch.empty(32)
+    weights, out = torch.ones(3), torch.empty(32)
 
-    given = weights, *tables, room, 32, 1, 3, 0, far  # all have the same codes
-    passes.launch(quantizers.add_signs, 1, None, codes, side, side, *given, **how)
-    assert bool((room == 8.0).all())
-    given = *given, 2.0**-100, 1.0
-    passes.launch(quantizers.add_levels, 1, None, codes, side, *given, BITS=2, **how)
-    assert bool((room == -8.0).all())
+    arguments = weights, *tables, out, 32, 1, 3, 0, far  # all have the same codes
+    passes.launch(quantizers.add_signs, 1, None, codes, side, side, *arguments, **how)
+    assert bool((out == 8.0).all())
+    arguments = *arguments, 2.0**-100, 1.0
+    passes.launch(quantizers.add_levels, 1, None, codes, side, *arguments, BITS=2, **how)
+    assert bool((out == -8.0).all())

@@ -98,8 +98,8 @@ def test_no_index_is_trusted(compressor, data, device):
     dense = data.draw(st.booleans())
     level = CapacityLevel(0, capacity, dense)
     size = compressor.payload_bytes(layout, level) - HEADER_BYTES
-    given = data.draw(st.lists(st.binary(min_size=size, max_size=size), min_size=1, max_size=3))
-    bodies = torch.tensor([list(body) for body in given], dtype=torch.uint8)
+    payloads = data.draw(st.lists(st.binary(min_size=size, max_size=size), min_size=1, max_size=3))
+    bodies = torch.tensor([list(body) for body in payloads], dtype=torch.uint8)
     mask = 0x0FFFFFFF if compressor.rule.powers else 0x7FFFFFFF
     index = None
     if not dense:
@@ -110,25 +110,27 @@ def test_no_index_is_trusted(compressor, data, device):
             order = torch.argsort(words & mask, dim=1)
             words.copy_(torch.gather(words, 1, order))
         index = words & mask
-    context = Context(layout, 0, len(given), 1, 1.0, 0.5)
+    context = Context(layout, 0, len(payloads), 1, 1.0, 0.5)
     header = header_of(compressor, context)
-    room = torch.full((layout.size + 512,), 7.0, device=device)
+    buffer = torch.full((layout.size + 512,), 7.0, device=device)
 
     def total(ops):
-        into = room[: layout.size]
+        into = buffer[: layout.size]
         frames = torch.stack([wire.pack(ops, header, body.to(device)) for body in bodies])
         spec = compressor.reduction_spec(context, level)
         try:
-            said, found = wire.unpack(ops, header, frames, spec)
-            weights = weights_of(ops, context, said)
-            found = compressor.decode_sum(ops, layout, Payloads(level, found, weights), into)
+            headers, unpacked = wire.unpack(ops, header, frames, spec)
+            weights = weights_of(ops, context, headers)
+            summed = compressor.decode_sum(ops, layout, Payloads(level, unpacked, weights), into)
             ops.raise_found()
         except (PayloadError, NonFiniteGradientError):
             return None
-        return found.clone()
+        return summed.clone()
 
     one = total(ours)
-    assert bool((room[layout.size :] == 7.0).all()), "what lies behind the bucket is not written to"
+    assert bool((buffer[layout.size :] == 7.0).all()), (
+        "what lies behind the bucket is not written to"
+    )
     if index is not None:
         rises = (index[:, 1:] > index[:, :-1]) | (index[:, 1:] == layout.sink)
         if not bool(rises.all()) or bool((index >= layout.size).any()):

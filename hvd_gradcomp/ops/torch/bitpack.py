@@ -8,6 +8,9 @@ from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.torch.base import DTYPES, WORD, Base, low_word
 
 
+_compiling = getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)
+
+
 class BitPacking(Base):
     """Ops that convert numbers to bytes, and codes to bits."""
 
@@ -18,8 +21,10 @@ class BitPacking(Base):
     def from_bytes(self, x: Tensor, dtype: str) -> Tensor:
         if dtype in ("int8", "uint8"):
             return x.view(DTYPES[dtype]).to(torch.int64)
-        words = dtype in ("uint32", "float32") and _whole_words(x)
-        x = x if words else x.contiguous()
+        if _compiling():  # which cannot look where a tensor lies in its storage
+            x = x.clone(memory_format=torch.contiguous_format)
+        elif dtype not in ("uint32", "float32") or not _whole_words(x):
+            x = x.contiguous()
         if dtype == "uint32":
             return x.view(torch.int32).to(torch.int64) & WORD
         return x.view(DTYPES[dtype])

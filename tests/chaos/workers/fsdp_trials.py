@@ -37,8 +37,8 @@ def mesh_of() -> Any:
     groups = {}
     for ranks in (*zip(*MESH), *MESH):
         groups[tuple(ranks)] = dist.new_group(list(ranks), timeout=TIMEOUT)
-    mine = [group for ranks, group in groups.items() if dist.get_rank() in ranks]
-    return DeviceMesh.from_group(mine, "cpu", mesh=MESH, mesh_dim_names=("hosts", "inside"))
+    member_of = [group for ranks, group in groups.items() if dist.get_rank() in ranks]
+    return DeviceMesh.from_group(member_of, "cpu", mesh=MESH, mesh_dim_names=("hosts", "inside"))
 
 
 def build(compressor: Any = STROM, outputs: int = 4, **options: Any) -> tuple[Any, Any]:
@@ -97,12 +97,12 @@ def not_finite(compressor: Any, nonfinite: str | None) -> Callable[[Trial], str]
     return case
 
 
-def differs(here: dict[str, Any], there: dict[str, Any]) -> Callable[[Trial], str]:
+def differs(here: dict[str, Any], elsewhere: dict[str, Any]) -> Callable[[Trial], str]:
     """Arguments of `build` on one rank, and on the others."""
 
     def case(trial: Trial) -> str:
         trial.now()
-        model, optimizer = build(**(here if dist.get_rank() == FAULTY else there))
+        model, optimizer = build(**(here if dist.get_rank() == FAULTY else elsewhere))
         train(model, optimizer, 2)
         return replicas(model)
 
@@ -220,8 +220,8 @@ CASES: dict[str, Callable[[Trial], Any]] = {
 }
 
 
-def main(folder: str, given: str, *names: str) -> None:
-    del given
+def main(folder: str, cases: str, *names: str) -> None:
+    del cases
     torch.set_num_threads(1)
     rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
     met = itertools.count()

@@ -50,10 +50,10 @@ def hosts(*sizes, order=None):
     """Hosts of so many ranks, as torchrun tells them; `order` has the ranks host by host."""
     order = order or range(sum(sizes))
     places = [(host, slot, size) for host, size in enumerate(sizes) for slot in range(size)]
-    mine = places[list(order).index(dist.get_rank())]
-    said = dict(zip(("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), map(str, mine)))
+    place = places[list(order).index(dist.get_rank())]
+    variables = dict(zip(("GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), map(str, place)))
     before = dict(os.environ)
-    os.environ.update(said)
+    os.environ.update(variables)
     yield
     os.environ.clear()
     os.environ.update(before)
@@ -98,7 +98,7 @@ def counted():
     model, state = wrapped(None)
     train(model, sgd(model), 3)
     stats = state.stats()
-    sizes = [b.layout.elements for b, mine in zip(state.reducer.buckets, led(state)) if mine]
+    sizes = [b.layout.elements for b, leads in zip(state.reducer.buckets, led(state)) if leads]
     assert stats.bytes_sent == stats.bytes_dense == 4 * 3 * sum(sizes) > 0
     kept = [torch.tensor(led(state), dtype=torch.uint8).clone() for _ in range(4)]
     dist.all_gather(kept, kept[dist.get_rank()].clone())
@@ -206,12 +206,12 @@ def steps_left_out():
     assert torch.equal(*ends)
     for compression in (STROM, TWO_ROUNDS):
         ends = []
-        most = batches_of(3)
+        steps = batches_of(3)
         for train_by in (with_zeros, joined):
             model, state = wrapped(compression)
-            train_by(model, sgd(model), *((most,) if train_by is with_zeros else ()))
+            train_by(model, sgd(model), *((steps,) if train_by is with_zeros else ()))
             alike(vector(model))
-            assert state.steps == most
+            assert state.steps == steps
             ends.append(vector(model))
         assert torch.equal(*ends), compression
 
@@ -243,18 +243,18 @@ def hosts_as_they_have_to_be():
         refused = "yes" if rank == 1 else True
         raises(MismatchError, "what is refused", lambda: compress(refused))
         raises(TypeError, "DeviceMesh of two dimensions", lambda: compress("yes"))
-        found, _ = compress()
+        from_hosts, _ = compress()
         os.environ.pop("GROUP_RANK" if rank == 2 else "PATH")
         raises(ValueError, "2: (-1, 0, 2, ", compress)
     raises(ValueError, "got 1", lambda: compress(DeviceMesh("cpu", [0, 1, 2, 3])))
     raises(ValueError, "ascending", lambda: compress(DeviceMesh("cpu", [[2, 3], [0, 1]])))
-    given, _ = compress(DeviceMesh("cpu", [[0, 1], [2, 3]]))
+    from_mesh, _ = compress(DeviceMesh("cpu", [[0, 1], [2, 3]]))
     crossed, _ = compress(DeviceMesh("cpu", [[0, 2], [1, 3]]))
-    for model in (found, given, crossed):
+    for model in (from_hosts, from_mesh, crossed):
         train(model, sgd(model), 3)
         alike(vector(model))
-    assert torch.equal(vector(found), vector(given))
-    assert not torch.equal(vector(found), vector(crossed))
+    assert torch.equal(vector(from_hosts), vector(from_mesh))
+    assert not torch.equal(vector(from_hosts), vector(crossed))
     group = dist.new_group([1, 3])  # ranks know different numbers of groups then
     if rank in (1, 3):
         model = DistributedDataParallel(Model().third, process_group=group)
@@ -273,8 +273,8 @@ def one_fails():
         model, state = wrapped(TWO_ROUNDS)
         train(model, sgd(model), 2)
         if dist.get_rank() == rank:
-            mine = led(state).index(True)
-            state.reducer.buckets[mine].compressor = None
+            place = led(state).index(True)
+            state.reducer.buckets[place].compressor = None
         began = time.monotonic()
         raises(Exception, "", lambda m=model: backward(m, 3))
         raises(RuntimeError, "start all ranks again", lambda m=model: backward(m, 4))

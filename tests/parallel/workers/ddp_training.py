@@ -310,16 +310,16 @@ def distributed_checkpoint(folder):
     assert torch.equal(vector(model), vector(again))
     alike(vector(again))
     foreign = {**state.state_dict(), "rank": (rank + 1) % dist.get_world_size()}
-    said = logged(lambda: other.load_state_dict(foreign))
-    assert len(said) == 1 and "Each rank saves and loads its own" in said[0], said
+    messages = logged(lambda: other.load_state_dict(foreign))
+    assert len(messages) == 1 and "Each rank saves and loads its own" in messages[0], messages
     # A first state is made by a step with gradients of zero, which decay takes no part in.
     how = {"momentum": 0.9, "weight_decay": 0.01}
     trained = []
-    for asked in (False, True):
+    for gets_state in (False, True):
         model = ddp_model()
         optimizer = sgd(model, **how)
         ddp.compress(model, DGCCompressor(density=0.1), optimizer=optimizer)
-        if asked:
+        if gets_state:
             get_state_dict(model, optimizer)
         train(model, optimizer, 3)
         trained.append(vector(model))
@@ -420,18 +420,18 @@ def sparse_gradients():
     train_words(plain, sgd(plain), 4)
     for as_dense in (None, True, False):
         model, state = words(None, sparse_as_dense=as_dense)
-        said = logged(lambda m=model: train_words(m, sgd(m), 4))
+        messages = logged(lambda m=model: train_words(m, sgd(m), 4))
         assert torch.allclose(vector(plain), vector(model), atol=1e-6), as_dense
         alike(vector(model))
-        told = as_dense is None and dist.get_rank() == 0
-        assert [line for line in said if "compressed as a dense one" in line] == said
-        assert bool(said) <= told
+        may_warn = as_dense is None and dist.get_rank() == 0
+        assert [line for line in messages if "compressed as a dense one" in line] == messages
+        assert bool(messages) <= may_warn
     rows = sum(words_of(step).unique().numel() for step in range(4))
-    most = sum(_most(words_of(step).unique().numel()) for step in range(4))
+    rows_sent = sum(_largest_count(words_of(step).unique().numel()) for step in range(4))
     stats = state.stats()
     assert stats.layers["table.weight"] == 4 * rows and stats.sizes["table.weight"] == 200
     assert stats.elements == stats.steps * vector(model).numel()
-    assert stats.bytes_sent == 4 * 4 * 15 + most * (8 + 4 * 4)
+    assert stats.bytes_sent == 4 * 4 * 15 + rows_sent * (8 + 4 * 4)
     ddp.verify(state)
     with torch.no_grad():
         model.module.table.weight.add_(dist.get_rank())
@@ -477,11 +477,11 @@ def sparse_gradients():
     )
 
 
-def _most(count):
+def _largest_count(count):
     """The largest number of all ranks."""
-    most = torch.tensor(count)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
+    largest = torch.tensor(count)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
 def settled_by_ddp():
@@ -536,23 +536,23 @@ def joined(model, optimizer, scaler=None, **how):
 
 def fewer_batches():
     """`join` is what gradients of zero are, to the bit, with every compressor."""
-    most = batches_of(dist.get_world_size() - 1)
+    steps = batches_of(dist.get_world_size() - 1)
     last = dist.get_rank() == dist.get_world_size() - 1  # its optimizer has made all steps
     for compression in [*ONE_OF_EACH, GRADIVEQ, LGC, LGC_SERVER]:
         trained, kept = [], []
         for train_by in (with_zeros, joined):
             model, state = wrapped(compression)
-            arguments = (most,) if train_by is with_zeros else ()
+            arguments = (steps,) if train_by is with_zeros else ()
             train_by(model, sgd(model), *arguments)
             alike(vector(model))
-            assert state.steps == most, (compression, state.steps)
+            assert state.steps == steps, (compression, state.steps)
             trained.append(vector(model))
             kept.append(state.state_dict()["buckets"])
         if not compression.needs_execution_order:  # rank 0 has seen none
             assert torch.equal(*trained), compression
             for one, other in zip(*kept):
                 assert all(torch.equal(x, other["state"][k]) for k, x in one["state"].items())
-        train(model, sgd(model), 2, first=most)  # all together again
+        train(model, sgd(model), 2, first=steps)  # all together again
         alike(vector(model))
     # Unused layers, moments of samples, a scaler; and a mean over those that take part.
     for options, compression, before in (
@@ -567,7 +567,7 @@ def fewer_batches():
         model, state = wrapped(StromCompressor(tau=0.01))
         joined(model, sgd(model), scaler)
         trained.append(vector(model))
-        assert state.steps == most and state.stats().skipped == 0
+        assert state.steps == steps and state.stats().skipped == 0
     assert torch.equal(*trained)
     for initial in (True, False):
         trained = []
@@ -610,13 +610,13 @@ def fewer_batches():
 
 def logged(function):
     """What is logged meanwhile."""
-    said = []
+    messages = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("hvd_gradcomp").addHandler(handler)
     function()
     logging.getLogger("hvd_gradcomp").removeHandler(handler)
-    return said
+    return messages
 
 
 def saved_and_loaded(item):
@@ -640,8 +640,8 @@ def copies():
         for copy_it in (None, copy.deepcopy, saved_and_loaded, AveragedModel):
             model = ddp_model(before)
             optimizer = sgd(model, **how)
-            own = compression.needs_execution_order or compression == QSGDCompressor()
-            takes = {} if own or before else {"optimizer": optimizer}
+            no_optimizer = compression.needs_execution_order or compression == QSGDCompressor()
+            takes = {} if no_optimizer or before else {"optimizer": optimizer}
             state = ddp.compress(model, compression, **takes)
             train(model, optimizer, 2)
             if copy_it is not None:
@@ -660,8 +660,10 @@ def copies():
             assert state.steps == STEPS and ddp.state_of(model) is state
         assert all(torch.equal(one, trained[0]) for one in trained), compression
     model, state = wrapped(StromCompressor(tau=0.01))
-    said = logged(lambda: (saved_and_loaded(model), saved_and_loaded(state), copy.deepcopy(state)))
-    assert len(said) == 1 and "save state.state_dict()" in said[0], said
+    messages = logged(
+        lambda: (saved_and_loaded(model), saved_and_loaded(state), copy.deepcopy(state))
+    )
+    assert len(messages) == 1 and "save state.state_dict()" in messages[0], messages
     # It is compressed if it is asked for, with what belongs to it alone.
     model, state = wrapped(StromCompressor(tau=0.01))
     train(model, sgd(model), 2)
@@ -721,8 +723,8 @@ def tools_of_a_user(folder):
         assert "Strom(tau=0.01)" in ddp.describe(source)
         ddp.retrain(source)
         ddp.verify(source)
-    said = str(state.stats())
-    assert said.startswith("steps ") and "first.weight" in said, said
+    report = str(state.stats())
+    assert report.startswith("steps ") and "first.weight" in report, report
     assert repr(state.stats()).startswith("CompressionStats(steps=4")
     for other in (model.module, optimizer, None, 3, [], "model"):
         raises(TypeError, "ddp.compress", lambda x=other: ddp.describe(x))
@@ -753,7 +755,7 @@ def given_to_the_hook():
             assert ddp.state_of(pair[0]) is not ddp.state_of(pair[1])
             trained.append([vector(model) for model in pair])
         assert all(torch.equal(*both) for both in zip(*trained)), compression
-    for given, kind, text in (
+    for argument, kind, text in (
         (None, TypeError, "such as QSGDCompressor()"),
         ({"start": 3}, TypeError, "such as QSGDCompressor()"),
         (LGC, ValueError, "ddp.compress(model, compressor)"),
@@ -761,7 +763,7 @@ def given_to_the_hook():
         ((QSGDCompressor(), None)[dist.get_rank() % 2], MismatchError, "what is refused"),
     ):
         model = ddp_model()
-        model.register_comm_hook(given, ddp.hook)
+        model.register_comm_hook(argument, ddp.hook)
         raises(kind, text, lambda m=model: backward(m, 0))
 
 
@@ -921,16 +923,16 @@ def compiled():
     strom, variance = StromCompressor(tau=0.01), VarianceCompressor(alpha=0.5, moments="step")
     compile = partial(torch.compile, backend="aot_eager")
     modes = [True, "no_optimization", "python_reducer_without_compiled_forward"]
-    cases = [(way, strom, True) for way in (by_hook, by_momenta, by_local_steps)]
+    cases = [(wrap, strom, True) for wrap in (by_hook, by_momenta, by_local_steps)]
     cases += [(by_ddp, variance, mode) for mode in modes]
     try:
-        for way, compression, mode in cases:
-            eagerly = steps(*way(model_of(mode), compression), by=lambda x: x, at_once=False)
+        for wrap, compression, mode in cases:
+            eagerly = steps(*wrap(model_of(mode), compression), by=lambda x: x, at_once=False)
             for at_once in (False, True):
-                found = steps(*way(model_of(mode), compression), by=compile, at_once=at_once)
-                torch.testing.assert_close(found, eagerly)
-                if way is not by_local_steps:
-                    alike(found)
+                compiled = steps(*wrap(model_of(mode), compression), by=compile, at_once=at_once)
+                torch.testing.assert_close(compiled, eagerly)
+                if wrap is not by_local_steps:
+                    alike(compiled)
         text = "has no buckets whose exchange could be compressed"
         raises(ValueError, text, lambda: by_ddp(model_of("python_reducer"), strom))
         if dist.get_rank() == 1:  # what one rank alone has set
@@ -1171,16 +1173,16 @@ def two_exchanges():
     alike(vector(model))
     # One rank alone refuses, when it is made and at its first step.
     model, kept = Model(), []
-    given = "adam" if dist.get_rank() == 0 else sgd(model)
+    base = "adam" if dist.get_rank() == 0 else sgd(model)
     raises(
         MismatchError,
         "Optimizer, got str on rank 0, nothing on rank 1",
-        lambda: local(model, given),
+        lambda: local(model, base),
     )
     refused = ddp_model()
-    given = "adam" if dist.get_rank() == 0 else sgd(refused)
+    base = "adam" if dist.get_rank() == 0 else sgd(refused)
     for make in (
-        lambda: local(refused, given),
+        lambda: local(refused, base),
         lambda: ddp.compress(refused, "adam" if dist.get_rank() == 0 else None),
     ):
         try:
@@ -1210,14 +1212,14 @@ def sharded_models():
     def by_fsdp1():
         return FullyShardedDataParallel(Model(), device_id=torch.device("cpu"))
 
-    for shard, said in ((by_fsdp2, "by fully_shard or tensor"), (by_fsdp1, "by FSDP1")):
+    for shard, message in ((by_fsdp2, "by fully_shard or tensor"), (by_fsdp1, "by FSDP1")):
         model = shard()
         adam = torch.optim.AdamW(model.parameters(), 0.01)
         for make in (
             lambda x=adam: ddp.LocalSteps(x, None, 4, AVERAGE),
             lambda x=adam: ddp.MomentumExchange(x, None, None, warmup_steps=2),
         ):
-            raises(TypeError, said, make)
+            raises(TypeError, message, make)
     plain = Model()
     inner = sgd(plain)
     optimizer = ddp.LocalSteps(inner, plain.named_parameters(), 4, AVERAGE)

@@ -207,7 +207,7 @@ def dense_is_what_hybrid_sharding_does():
             model.cpu()  # swaps tensors, which must have no weak references
             train(model, sgd(model, momentum=0.9), 3)
         torch.testing.assert_close(vector(plain), vector(ours), rtol=0, atol=1e-6)
-        found = []
+        grads = []
         for model in (plain, ours):
             model.zero_grad()
             loss(model, 5).backward()
@@ -216,8 +216,8 @@ def dense_is_what_hybrid_sharding_does():
             loss(model, 7).backward()
             model.set_requires_gradient_sync(True)
             loss(model, 8).backward()
-            found.append(gradients(model))
-        torch.testing.assert_close(*found, rtol=0, atol=1e-6)
+            grads.append(gradients(model))
+        torch.testing.assert_close(*grads, rtol=0, atol=1e-6)
 
 
 class ScatteredSums:
@@ -258,7 +258,7 @@ def divided_as_in_hybrid_sharding():
         divide(ours, (1.0,), sums)
         fsdp.compress(ours, None, mesh=mesh)
         for step, factors in enumerate([(1.0,), *every[3 if dtype else 0 :]]):
-            found = []
+            grads = []
             for model in (plain, ours):
                 if step or model is plain:
                     divide(model, factors, sums)
@@ -266,9 +266,9 @@ def divided_as_in_hybrid_sharding():
                 for at in range(2):
                     model.set_requires_all_reduce(at == 1)
                     loss(model, 2 * step + at).backward()
-                found.append(gradients(model))
+                grads.append(gradients(model))
             off = max(off, 1e-6 * sums)  # a division behind the sum rounds otherwise
-            torch.testing.assert_close(*found, rtol=off, atol=off / 10)
+            torch.testing.assert_close(*grads, rtol=off, atol=off / 10)
 
 
 def factors_leave_methods_alone():
@@ -276,15 +276,15 @@ def factors_leave_methods_alone():
     ranks = float(dist.get_world_size())
     microbatch = VarianceCompressor(alpha=0.5, moments="microbatch")
     for compression in [*ONE_OF_EACH, *ONE_OF_TODAY, *PRODUCTS, *ROBUST, *BALANCED, microbatch]:
-        found = []
+        grads = []
         for factor in (None, ranks):
             model, state = chain(compression, backward_passes_per_step=2)
             divide(model, (factor,))
             for step in (0, 10):
                 model.zero_grad()
                 passes(model, [step, step + 1], WAYS[0])
-                found.append(gradients(model))
-        assert all(map(torch.equal, found[:2], found[2:])), compression
+                grads.append(gradients(model))
+        assert all(map(torch.equal, grads[:2], grads[2:])), compression
     plain, (model, state) = Chain(), chain(StromCompressor(tau=40.0))
     for unit in (*plain.units[:-1], plain):
         fully_shard(unit, mesh=mesh_of())
@@ -308,7 +308,7 @@ def passes_are_exchanged_once():
     With some of the methods: they see nothing of it.
     """
     for compression in [*ONE_OF_EACH, *TODAY, *PRODUCTS][::6]:
-        found = []
+        grads = []
         for accumulate in WAYS:
             model, state = chain(compression)
             for step in (0, 10, 20):
@@ -318,11 +318,11 @@ def passes_are_exchanged_once():
                     model(factors(99), EVERY).backward()
                     model.zero_grad()
                 passes(model, [step, step + 1, step + 2], accumulate)
-                found.append(gradients(model))
+                grads.append(gradients(model))
             assert state.steps == 3, compression
-        for one, other in zip(found[:3], found[3:]):
+        for one, other in zip(grads[:3], grads[3:]):
             assert torch.equal(one, other), compression
-        alike(found[-1])
+        alike(grads[-1])
 
 
 def micro_batch_moments():
@@ -352,9 +352,9 @@ def micro_batch_moments():
             )
             a = weight_of_passes(3, batch)
             q = (a * c.square().sum(0) + (1 - a) * c.sum(0).square()).clamp(min=0.0)
-            mine = [*q.tensor_split([-(-shape[0] // shards)])][rank % shards] if shards > 1 else q
-            if mine.numel():
-                torch.testing.assert_close(seen[f"units.{unit}.weight"], mine)
+            shard = [*q.tensor_split([-(-shape[0] // shards)])][rank % shards] if shards > 1 else q
+            if shard.numel():
+                torch.testing.assert_close(seen[f"units.{unit}.weight"], shard)
     alike(gradients(model))
     assert state.steps == 2
     model, state = chain(compression, backward_passes_per_step=2)
@@ -383,15 +383,15 @@ def micro_batch_moments_are_those_of_ddp():
 def units_in_another_order():
     """One replica uses the units in another order, or not all of them."""
     rank, shards = dist.get_rank(), dist.get_world_size() // 2
-    for there in ((1, 0, 3, 2), (0, 3), (3, 1)):
+    for order in ((1, 0, 3, 2), (0, 3), (3, 1)):
         model, state = chain(None, bucket_bytes=40)
-        orders = [EVERY if r < shards else there for r in range(2 * shards)]
+        orders = [EVERY if r < shards else order for r in range(2 * shards)]
         for step in range(3):
             model.zero_grad()
             model(factors(step), orders[rank]).backward()
             for unit, p in enumerate(model.parameters()):
                 every = [factors(step, r)[unit] * (unit in orders[r]) for r in range(2 * shards)]
-                assert torch.equal(p.grad.full_tensor(), sum(every) / (2 * shards)), (there, unit)
+                assert torch.equal(p.grad.full_tensor(), sum(every) / (2 * shards)), (order, unit)
         assert state.steps == 3 and len(state.reducer.buckets) > 2
 
 
@@ -449,13 +449,13 @@ def policies():
 
 def momentum_is_taken_over():
     trained = []
-    for own in (True, False):
+    for taken_over in (True, False):
         mesh = mesh_of()
         model = sharded(mesh["in"])
-        given = sgd(model, momentum=0.9 if own else 0.0)
-        compression = DGCCompressor(density=0.1, momentum=None if own else 0.9)
-        fsdp.compress(model, compression, mesh=mesh, optimizer=given if own else None)
-        train(model, given, STEPS)
+        optimizer = sgd(model, momentum=0.9 if taken_over else 0.0)
+        compression = DGCCompressor(density=0.1, momentum=None if taken_over else 0.9)
+        fsdp.compress(model, compression, mesh=mesh, optimizer=optimizer if taken_over else None)
+        train(model, optimizer, STEPS)
         trained.append(vector(model))
     assert torch.equal(*trained)
 
@@ -670,8 +670,8 @@ def waits_as_long():
     timeout = TIMEOUT + datetime.timedelta(seconds=5)
     every = [*ranks.T.tolist(), *ranks.tolist()]
     groups = [(one, dist.new_group(one, timeout=timeout)) for one in every]
-    mine = [group for one, group in groups if dist.get_rank() in one]
-    mesh = DeviceMesh.from_group(mine, "cpu", ranks, mesh_dim_names=("hosts", "in"))
+    member_of = [group for one, group in groups if dist.get_rank() in one]
+    mesh = DeviceMesh.from_group(member_of, "cpu", ranks, mesh_dim_names=("hosts", "in"))
     _, state = chain(None, mesh)
     for ours in (state._replicas, state._everybody):
         assert ours.handle._get_backend(torch.device("cpu")).options._timeout == timeout

@@ -33,7 +33,7 @@ def start():
 def taped(compressor, steps=5, *, graph=True, spoilt=(), joins=False, **options):
     """Variables after some steps, and what was raised in those that are spoilt."""
     options = {"hierarchical": True, **options}
-    variables, said = start(), []
+    variables, errors = start(), []
 
     def step(x, factor):
         with tf.GradientTape() as tape:
@@ -49,16 +49,18 @@ def taped(compressor, steps=5, *, graph=True, spoilt=(), joins=False, **options)
     run = tf.function(step, autograph=False) if graph else step
     for place, x in enumerate(batches(steps)):
         factor = float("nan") if place in spoilt and hvd.rank() == 1 else 1.0
-        said.append(errors_of({"": lambda x=x, f=factor: run(tf.constant(x), tf.constant(f))})[""])
+        errors.append(
+            errors_of({"": lambda x=x, f=factor: run(tf.constant(x), tf.constant(f))})[""]
+        )
         if place in spoilt:
-            said[-1] = said[-1].partition("; nothing was exchanged")[0][-80:]
-    assert all(s == "nothing was raised" for p, s in enumerate(said) if p not in spoilt), said
+            errors[-1] = errors[-1].partition("; nothing was exchanged")[0][-80:]
+    assert all(s == "nothing was raised" for p, s in enumerate(errors) if p not in spoilt), errors
     if joins:
         last = int(hvd.join())
         assert last == 2, last  # rank 3 has had fewer batches
         hvd.broadcast_variables(variables, root_rank=last)
     hvd.verify(variables)
-    return variables, [said[place] for place in spoilt]
+    return variables, [errors[place] for place in spoilt]
 
 
 def replicas():
@@ -100,8 +102,8 @@ def residual(model):
     """The sum over ranks of what is not sent yet."""
     reducer, pieces = model.optimizer._gradcomp, []
     for bucket in reducer.buckets:
-        own = residual_of(bucket.compressor, bucket.state)
-        pieces.append(tf.zeros((bucket.layout.size,)) if own is None else own)
+        piece = residual_of(bucket.compressor, bucket.state)
+        pieces.append(tf.zeros((bucket.layout.size,)) if piece is None else piece)
     return hvd.allreduce(tf.concat(pieces, 0), op=hvd.Sum, name="residual").numpy()
 
 
@@ -110,8 +112,8 @@ def trained(folder):
     model = fitted(DGC)
     fit(model, 3)
     reducer = model.optimizer._gradcomp
-    found = hvd.compression_stats(model.optimizer)
-    assert 0 < found.bytes_sent < found.bytes_dense
+    stats = hvd.compression_stats(model.optimizer)
+    assert 0 < stats.bytes_sent < stats.bytes_dense
     hvd.save_checkpoint(f"{folder}/sharded", model=model)
     hvd.save_checkpoint(f"{folder}/consolidated", mode="consolidated", model=model)
     total = residual(model)
@@ -139,7 +141,7 @@ def trained(folder):
     callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
     spread = fit(model, 2, callbacks=[callback])
     return {
-        "layers": list(found.layers),
+        "layers": list(stats.layers),
         "states": [bool(bucket.variables) for bucket in reducer.buckets],
         "sharded": ends,
         "broadcast": spread,
@@ -179,8 +181,8 @@ def local_steps():
     callback = hvd.callbacks.LocalSteps(3, at_epoch_end=False, **rule)
     fit(model, 5, callbacks=[callback, Digests(fits := [])])
     alone = LocalSteps(forgotten, 1, **rule)
-    said = errors_of({"forgotten": alone.step})
-    return [ends, fits], said
+    errors = errors_of({"forgotten": alone.step})
+    return [ends, fits], errors
 
 
 class Digests(keras.callbacks.Callback):
@@ -199,7 +201,7 @@ def main(folder: str) -> None:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     buckets.BUCKET_BYTES = 6000
     skipping, _ = taped(STROM, graph=False, spoilt=(2,), nonfinite="skip")
-    raising, said = taped(STROM, spoilt=(2,))
+    raising, errors = taped(STROM, spoilt=(2,))
     ends, forgotten = local_steps()
     result = {
         "local steps": ends,
@@ -207,7 +209,7 @@ def main(folder: str) -> None:
         "joined": joined(),
         "exact": exact(),
         "skip": digest(v.numpy() for v in skipping),
-        "raise": [said, digest(v.numpy() for v in raising)],
+        "raise": [errors, digest(v.numpy() for v in raising)],
         "micro-batches": micro_batches(),
         **trained(folder),
     }

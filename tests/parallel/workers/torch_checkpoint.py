@@ -94,14 +94,14 @@ def moved(methods, folder, steps):
     result = {}
     for place, compressor in enumerate(methods):
         model, optimizer = build(compressor)
-        there, first = Path(folder, str(place)), 0
-        if (there / "current").exists():
-            rest = hvd.load_checkpoint(there, model=model, optimizer=optimizer)
+        path, first = Path(folder, str(place)), 0
+        if (path / "current").exists():
+            rest = hvd.load_checkpoint(path, model=model, optimizer=optimizer)
             first = rest["epoch"]
         before = mass(optimizer)
         train(model, optimizer, first, first + steps)
         objects = {"model": model, "optimizer": optimizer, "epoch": first + steps}
-        hvd.save_checkpoint(there, mode="consolidated", **objects)
+        hvd.save_checkpoint(path, mode="consolidated", **objects)
         parameters = digest([p.detach().numpy() for p in model.parameters()])
         result[repr(compressor)] = [before, mass(optimizer), parameters]
     return result
@@ -142,21 +142,21 @@ def faults(folder):
             raise
 
     def copy(name, rank, change):
-        there = Path(folder, name)
+        path = Path(folder, name)
         if hvd.rank() == rank:
-            shutil.copytree(good, there)
-            change(there / (there / "current").read_text().split()[0])
+            shutil.copytree(good, path)
+            change(path / (path / "current").read_text().split()[0])
         hvd.barrier()
-        return there
+        return path
 
     def truncated(path):
         part = path / "rank-1-of-2"
         part.write_bytes(part.read_bytes()[:-300])
 
     def other_format(path):
-        own = safetensors_file.unpacked((path / "rank-0-of-2").read_bytes())
-        own["optimizer"]["format"] = 2
-        forged(path, "rank-0-of-2", safetensors_file.packed(own))
+        part = safetensors_file.unpacked((path / "rank-0-of-2").read_bytes())
+        part["optimizer"]["format"] = 2
+        forged(path, "rank-0-of-2", safetensors_file.packed(part))
 
     def hostile(path):
         forged(path, "shared", pickle.dumps(Hostile(Path(folder, "ran"))))
@@ -232,10 +232,10 @@ def faults(folder):
 
 def asked_by_torch():
     """`torch.distributed.checkpoint` makes no exchange, and what it leaves out is said."""
-    said, digests = [], []
+    messages, digests = [], []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    for asked in (False, True):
+    handler.emit = lambda record: messages.append(record.getMessage())
+    for gets_state in (False, True):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
         plain = torch.optim.SGD(model.parameters(), lr=0.01)  # has no state, so is made to step
@@ -244,7 +244,7 @@ def asked_by_torch():
         )
         train(model, optimizer, 0, 3)
         optimizer.zero_grad()
-        if asked:
+        if gets_state:
             logging.getLogger("hvd_gradcomp").addHandler(handler)
             weights, state = get_state_dict(model, optimizer)
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
@@ -252,7 +252,7 @@ def asked_by_torch():
         made = hvd.compression_stats(optimizer).steps
         train(model, optimizer, 3, 6)
         digests.append([made, everything(model, optimizer)])
-    return {"digests": digests, "said": said}
+    return {"digests": digests, "said": messages}
 
 
 class Hostile:

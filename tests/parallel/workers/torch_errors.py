@@ -258,16 +258,16 @@ def other_scales():
 
 def scalers_live_on():
     """A step that fails has no part in the next optimizer's, whoever still holds its scaler."""
-    held = []
+    errors = []
     for compression in (hvd.NoneCompressor(), hvd.StromCompressor(0.1 + hvd.rank())):
         try:
             scaled_alone(compression)
         except config_check.MismatchError as error:  # at the end of backward, and at its beginning
-            held.append(error)
+            errors.append(error)
         optimizer = make(model := nn.Linear(3, 200))
         two_steps(optimizer, model, lambda: None)
         assert optimizer._gradcomp.scaling.scaler is None
-    assert len(held) == 2
+    assert len(errors) == 2
 
 
 def overflow(compressor):
@@ -289,16 +289,18 @@ def degenerate():
     """Parameters without elements, of one, and of no dimension train with all methods."""
     for compressor in ONE_OF_EACH:
         for shapes in (((0,),), ((), (0, 3), (40, 9))):
-            held = [nn.Parameter(torch.ones(shape)) for shape in shapes]
-            model = nn.ParameterList(held)
+            parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+            model = nn.ParameterList(parameters)
             optimizer = hvd.DistributedOptimizer(
-                torch.optim.SGD(held, lr=0.1), model.named_parameters(), compression=compressor
+                torch.optim.SGD(parameters, lr=0.1),
+                model.named_parameters(),
+                compression=compressor,
             )
             for _ in range(2):
                 optimizer.zero_grad()
-                sum(p.sum() * (1 + hvd.rank()) for p in held).backward()
+                sum(p.sum() * (1 + hvd.rank()) for p in parameters).backward()
                 optimizer.step()
-            assert all(bool(p.isfinite().all()) for p in held)
+            assert all(bool(p.isfinite().all()) for p in parameters)
             assert hvd.compression_stats(optimizer).steps == 2
 
 
@@ -326,7 +328,7 @@ def main(folder: str) -> None:
     hvd.init()
     torch.set_num_threads(1)
     stall_inspector.PATIENCE = 1.0
-    found = errors_of(
+    errors = errors_of(
         {
             "groups": lambda: make(groups=2),
             "num_groups": lambda: make(num_groups=2),
@@ -368,8 +370,8 @@ def main(folder: str) -> None:
             "barrier": a_batch_less(lambda _: hvd.barrier()),  # last: it stays where it is
         }
     )
-    found["before init"] = before_init
-    finish(hvd, folder, found)
+    errors["before init"] = before_init
+    finish(hvd, folder, errors)
 
 
 if __name__ == "__main__":

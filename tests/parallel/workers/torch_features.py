@@ -390,11 +390,11 @@ def rank_zeros_state():
         model(x).square().mean().backward()
         optimizer.step()
     state = optimizer._gradcomp.buckets[0].state
-    own = state.memory.r.clone()
-    assert own.any()
+    residual = state.memory.r.clone()
+    assert residual.any()
     received = hvd.broadcast_object(optimizer.state_dict(), 0)
     optimizer.load_state_dict(received)
-    assert torch.equal(optimizer._gradcomp.buckets[0].state.memory.r, own)
+    assert torch.equal(optimizer._gradcomp.buckets[0].state.memory.r, residual)
     return model
 
 
@@ -468,8 +468,8 @@ def watched(folder):
     assert stats.rung_changes > 0 and len(set(hvd.allgather_object(stats.rung_changes))) == 1
     assert stats.skipped == 0
 
-    own = everywhere.with_name(f"all.{hvd.rank()}.jsonl")
-    records = [json.loads(line) for line in own.read_text().splitlines()]
+    file = everywhere.with_name(f"all.{hvd.rank()}.jsonl")
+    records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(r["step"], r["rank"]) for r in records] == [(20, hvd.rank()), (40, hvd.rank())]
     assert all(r["compression/steps"] == 20 for r in records)
     assert sum(r["compression/bytes_sent"] for r in records) < stats.bytes_sent

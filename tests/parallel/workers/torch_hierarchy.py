@@ -99,11 +99,11 @@ def stats():
     """A rank counts what it leads, and only what goes between hosts."""
     model, optimizer = distributed(None)
     train(model, optimizer, batches(3))
-    found = hvd.compression_stats(optimizer)
+    counted = hvd.compression_stats(optimizer)
     engine = optimizer._gradcomp
     elements = [bucket.layout.elements for bucket in filter(engine.leads, engine.buckets)]
-    assert found.bytes_sent == found.bytes_dense == 4 * 3 * sum(elements)
-    assert found.ratio == 1.0 and set(found.density.values()) == {1.0}
+    assert counted.bytes_sent == counted.bytes_dense == 4 * 3 * sum(elements)
+    assert counted.ratio == 1.0 and set(counted.density.values()) == {1.0}
     model, optimizer = distributed(STROM)
     train(model, optimizer, batches(3))
     return list(hvd.compression_stats(optimizer).layers), kept(optimizer)
@@ -120,11 +120,11 @@ def nonfinite(policy):
         return gradient * float("nan") if hvd.rank() == 1 else gradient
 
     hook = model[-1].bias.register_hook(spoil)
-    said = errors_of({"": lambda: train(model, optimizer, [spoilt])})[""]
+    error = errors_of({"": lambda: train(model, optimizer, [spoilt])})[""]
     hook.remove()
     same = all(torch.equal(x, y) for x, y in zip(weights(model), before[0]))
     skipped = hvd.compression_stats(optimizer).skipped
-    result = [said, same, kept(optimizer) == before[1], skipped]
+    result = [error, same, kept(optimizer) == before[1], skipped]
     train(model, optimizer, [last])
     return result, digest(x.numpy() for x in weights(model))
 
@@ -154,8 +154,8 @@ def residual(optimizer):
     """The sum over ranks of what is not sent yet."""
     engine, pieces = optimizer._gradcomp, []
     for bucket in engine.buckets:
-        own = residual_of(bucket.compressor, bucket.state)
-        pieces.append(torch.zeros(bucket.layout.size) if own is None else own)
+        piece = residual_of(bucket.compressor, bucket.state)
+        pieces.append(torch.zeros(bucket.layout.size) if piece is None else piece)
     return hvd.allreduce(torch.cat(pieces), op=hvd.Sum, name="residual")
 
 
