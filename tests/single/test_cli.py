@@ -235,7 +235,7 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.parametrize("text", [repr(c) for c in EVERY] + WRITTEN)
+@pytest.mark.parametrize("text", [str(c) for c in EVERY] + WRITTEN)
 def test_a_compressor_is_written_as_in_python(text):
     assert options.chosen([text]) == [eval(text, vars(hvd_gradcomp))]
 

@@ -206,7 +206,7 @@ class BitPacking(Reduction):
         if self.native is not None:
             groups = _whole(self.extent(count)) // GROUP
             wide = _whole(self.extent(width)) // GROUP
-            coded = self.body(side + 4 * (groups * (self.extent(low) + bits) + wide))
+            coded = self.body(self.extent(side) + 4 * (groups * (self.extent(low) + bits) + wide))
             ints = side, count, low, width, bits
             return self.native("encode_words", (self.rows(body),), (coded,), ints)
         codes, index = self.split_bits(self.from_bytes(body[side:], "uint32"), 32 - bits)
@@ -221,7 +221,7 @@ class BitPacking(Reduction):
         And return whether indices ascend up to those that are `universe`; bool [world].
         """
         if self.native is not None:
-            ranks, size = bodies.shape[0], side + 4 * self.extent(count)
+            ranks, size = bodies.shape[0], self.extent(side) + 4 * self.extent(count)
             outputs = self.empty((ranks, size), "uint8"), self.empty((ranks,), "bool")
             ints = side, count, low, width, bits, universe
             words, sound = self.native("decode_words", (self.rows(bodies),), outputs, ints)

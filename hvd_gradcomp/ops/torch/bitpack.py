@@ -7,7 +7,6 @@ import torch
 from hvd_gradcomp.ops import Tensor
 from hvd_gradcomp.ops.torch.base import DTYPES, WORD, Base, low_word
 
-
 _compiling = getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)
 
 
