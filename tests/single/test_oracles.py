@@ -106,7 +106,8 @@ def test_appendix_b():
     assert encode(dict(enumerate(map(np.float32, values)))) == expected
     for static in (False, True):
         ops, layout = TorchOps(static=static), Layout(("matrix",), ((5,),))
-        world = World(VarianceCompressor(alpha=1.0), ops, layout, 1)
+        compressor = VarianceCompressor(alpha=1.0, index_coding="int32")  # as in the paper
+        world = World(compressor, ops, layout, 1)
         gradient = world.flat([torch.tensor(values)])
         total = world.step([gradient], moment=[torch.zeros(layout.size)])[0]
         assert total[:5].tolist() == [expected.get(i, 0.0) for i in range(5)]
