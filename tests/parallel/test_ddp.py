@@ -90,7 +90,7 @@ def processes(folder, ranks, *parts, worker="ddp_training"):
     said = []
     try:
         for process in running:
-            said.append(process.communicate(timeout=300)[0])
+            said.append(process.communicate(timeout=550)[0])
     finally:
         for process in running:
             process.kill()
