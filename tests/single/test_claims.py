@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel, distributed
 
 from hvd_gradcomp import NoneCompressor
 from hvd_gradcomp.runtime.config_check import REFUSED, MismatchError
@@ -98,6 +98,20 @@ def test_a_frozen_model_is_switched_off():
     assert not any(x is model for x in gc.get_objects())
     claim = switched_off(model)
     del claim
+
+
+def test_a_model_whose_constructor_has_failed_is_no_exchange(monkeypatch):
+    """An exception keeps it alive."""
+
+    def fail(*_):
+        raise RuntimeError("parameters of other shapes on another rank")
+
+    module = nn.Linear(4, 4)
+    monkeypatch.setattr(distributed, "_verify_param_shape_across_processes", fail)
+    with pytest.raises(RuntimeError, match="of other shapes") as kept:
+        DistributedDataParallel(module)
+    claim = claim_of(module)
+    del claim, kept
 
 
 def test_claimed_parameters_can_be_swapped():

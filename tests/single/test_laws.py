@@ -177,13 +177,12 @@ APART = [c for c in EVERY + TODAY + ROUNDED + INT32 + PRODUCTS + ROBUST if c not
 
 
 @pytest.mark.parametrize("compressor", APART + CHOSEN, ids=repr)
-@given(seed=SEEDS, ranks=st.integers(1, 4), power=st.integers(-14, 10), first=st.booleans())
+@given(seed=SEEDS, ranks=st.integers(1, 4), power=st.integers(-14, 14), first=st.booleans())
 @settings(max_examples=8, deadline=None)
 def test_the_scale_of_a_layer_does_not_touch_another(compressor, seed, ranks, power, first):
-    """A layer times a power of two changes no bit of what arrives of the others, or is kept.
-
-    No sum of four ranks overflows in float16: that would leave out the step of all layers.
-    """
+    """A layer times a power of two changes no bit of what arrives of the others, or is kept."""
+    if isinstance(compressor, FP16Compressor):
+        power = min(power, 10)  # a sum that overflows leaves out the step of all layers
     shapes = ((6, 64), (4, 64), (64,))  # whole chunks
     layout, random = layout_of(shapes, compressor), np.random.default_rng(seed)
     worlds = [World(compressor, TorchOps(), layout, ranks) for _ in range(2)]

@@ -553,7 +553,7 @@ def test_bad_settings(message):
 @pytest.mark.parametrize("kind", ["tape", "optimizer", "momenta"])
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_second_exchange_is_refused(kind, graph):
-    """Compare gradients, beside the variables, at the first step."""
+    """Check that exchanging gradients too is an error, at the first step."""
     variables = [keras.Variable(v.numpy()) for v in network()]
     optimizer = (
         keras.optimizers.SGD(RATE) if kind == "tape" else distributed("ours").inner_optimizer

@@ -89,6 +89,8 @@ def reduced_parameters(model: DistributedDataParallel) -> list[tuple[str, torch.
 def comm_hook_of(model: DistributedDataParallel) -> str | None:
     """Return the name of the communication hook of a model; None if it has none."""
     # A copy has the list `_comm_hooks` of its original, but calls none of these hooks.
+    if model.logger is None:  # its own constructor has failed
+        return None
     return model._get_ddp_logging_data().get("comm_hook")
 
 
