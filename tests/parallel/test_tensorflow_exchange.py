@@ -30,7 +30,8 @@ def test_exchange(tmp_path, monkeypatch):
     assert equal["translated"] == []
     ours, stock, *_ = equal["sparse gradients"]
     assert ours == stock
-    assert all(nodes <= limit for nodes, limit in zip(equal["nodes"], (130, 165, 265))), equal[
+    # Strom: with indices as plain integers 126; Elias-Fano's code and its check are 11 more.
+    assert all(nodes <= limit for nodes, limit in zip(equal["nodes"], (140, 165, 255))), equal[
         "nodes"
     ]
     for each in (first, second):
