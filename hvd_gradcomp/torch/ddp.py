@@ -51,6 +51,7 @@ from hvd_gradcomp.torch.monitoring import inspection
 from hvd_gradcomp.torch.monitoring.inspection import compression_stats, describe, retrain, verify
 from hvd_gradcomp.torch.monitoring.probing import Probe
 from hvd_gradcomp.torch.monitoring.stats_writer import StatsWriter
+from hvd_gradcomp.torch.reduce.backend import MakeBackend
 from hvd_gradcomp.torch.reduce.bucket import Named
 from hvd_gradcomp.torch.reduce.bucketing import BucketPlanner, layers_of
 from hvd_gradcomp.torch.reduce.claims import Claim
@@ -224,6 +225,8 @@ class CompressionState(HookCompression):
             released while ours has its gradients, and ours between steps. Saves 4 bytes for each
             parameter, and allocates both anew in each step. With `gradient_as_bucket_view=True`
             `p.grad` is None from the time its bucket is released until backward ends.
+        backend: makes the transport of what is compressed from a group and a name, on all ranks;
+            see docs/extending-transport.md. `torch.distributed` by default.
 
     Raises:
         TypeError: the model or `compression` is something else, or the model is sharded.
@@ -252,6 +255,7 @@ class CompressionState(HookCompression):
         hierarchical: bool | DeviceMesh = False,
         sparse_as_dense: bool | None = None,
         release_buckets: bool = False,
+        backend: MakeBackend = C10dBackend,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
             sharded = isinstance(model, getattr(torch.distributed.fsdp, "FSDPModule", ()))
@@ -265,7 +269,7 @@ class CompressionState(HookCompression):
                 )
             )
         self._group = ProcessGroup(process_group or model.process_group)
-        self._transport = C10dBackend(self._group, "ddp")
+        self._transport = backend(self._group, "ddp")
         as_dense = sparse_as_dense is not False
         tables = set() if as_dense else _tables(model)
         reduced = reduced_parameters(model)

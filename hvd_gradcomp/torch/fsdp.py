@@ -42,6 +42,7 @@ from hvd_gradcomp.torch.interop.inference import outside_inference
 from hvd_gradcomp.torch.monitoring import inspection
 from hvd_gradcomp.torch.monitoring.inspection import compression_stats, describe, retrain
 from hvd_gradcomp.torch.monitoring.stats_writer import StatsWriter
+from hvd_gradcomp.torch.reduce.backend import MakeBackend
 from hvd_gradcomp.torch.reduce.bucketing import BucketPlanner
 from hvd_gradcomp.torch.reduce.claims import Claim
 from hvd_gradcomp.torch.reduce.options import ExchangeOptions
@@ -139,6 +140,8 @@ class ShardedCompression(HookCompression):
             compressor's state is rolled back. None: "propagate" with a GradScaler, which then skips
             the step; else "raise".
         scaler: the `GradScaler` that scales the loss; None finds it, False for none.
+        backend: makes the transport of what is compressed from a group and a name, on all ranks;
+            see docs/extending-transport.md. `torch.distributed` by default.
 
     The compressor's state, with a copy from before the last exchange, is of this rank's shard: with
     more shards a rank keeps less.
@@ -164,6 +167,7 @@ class ShardedCompression(HookCompression):
         bucket_bytes: int | None = None,
         nonfinite: str | None = None,
         scaler: Any = None,
+        backend: MakeBackend = C10dBackend,
     ) -> None:
         _require_mesh(mesh)
         self._everybody = ProcessGroup(mesh.get_group(0), sorted(mesh.mesh.flatten().tolist()))
@@ -173,8 +177,8 @@ class ShardedCompression(HookCompression):
             self._replicas = ProcessGroup(mesh.get_group(0))
         self._place = mesh.get_local_rank(0), mesh.get_local_rank(1)
         self._mesh = tuple(mesh.mesh.shape)
-        self._transport = C10dBackend(self._replicas, "fsdp")
-        self._steps = C10dBackend(self._everybody, "fsdp")
+        self._transport = backend(self._replicas, "fsdp")
+        self._steps = backend(self._everybody, "fsdp")
         units: dict[Any, Unit] = {}
 
         def make_reducer(set_up: SetUp) -> Reducer:

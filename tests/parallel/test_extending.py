@@ -187,3 +187,11 @@ def test_what_cannot_be_used_is_one_line(broken):
     done = run_command(broken, *PROGRAM, "bench", "-c", "absent")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "'absent' cannot be used" in done.stderr and "No module named" in done.stderr
+
+
+def test_a_transport_of_their_own_in_every_host(tmp_path):
+    """DDP, FSDP2, local steps and momenta over MPI: the page's example of a transport."""
+    first, second = launch("mpi_transport", 2, "mpi", tmp_path)
+    assert first == second
+    assert {"ddp", "fsdp"} < set(first), first
+    assert all(first.values())

@@ -13,11 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.step_header import Kind, values
-from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
+from hvd_gradcomp.torch.comm.c10d import ProcessGroup
 from hvd_gradcomp.torch.hooks.ddp_bucket import DDPBucket, copy_out_unused
 from hvd_gradcomp.torch.hooks.hook_exchange import HookExchange
 from hvd_gradcomp.torch.interop.autograd_callbacks import after_backward, backward_id
 from hvd_gradcomp.torch.interop.dynamo import interpreted
+from hvd_gradcomp.torch.reduce.backend import GroupBackend
 from hvd_gradcomp.torch.reduce.bucketing import BucketPlanner
 from hvd_gradcomp.torch.reduce.reducer import Reducer
 from hvd_gradcomp.torch.reduce.sparse_grads import SparseGradients
@@ -73,7 +74,7 @@ class DDPExchange(HookExchange):
         reducer: Reducer,
         model: DistributedDataParallel,
         group: ProcessGroup,
-        transport: C10dBackend,
+        transport: GroupBackend,
         sparse: SparseGradients,
         names: Mapping[torch.nn.Parameter, str],
         *,

@@ -11,10 +11,11 @@ import torch
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.step_header import Kind, StepHeader, values
-from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
+from hvd_gradcomp.torch.comm.c10d import ProcessGroup
 from hvd_gradcomp.torch.hooks.fsdp_units import Shard, Unit, left_out
 from hvd_gradcomp.torch.hooks.hook_exchange import HookExchange
 from hvd_gradcomp.torch.interop.autograd_callbacks import after_backward, backward_id
+from hvd_gradcomp.torch.reduce.backend import GroupBackend
 from hvd_gradcomp.torch.reduce.reducer import Reducer
 
 
@@ -37,7 +38,7 @@ class ShardExchange(HookExchange):
         units: Sequence[Unit],
         replicas: ProcessGroup,
         everybody: ProcessGroup,
-        transport: C10dBackend,
+        transport: GroupBackend,
     ) -> None:
         super().__init__(reducer, transport, [replicas, everybody])
         self._model, self._units, self._replicas = model, units, replicas

@@ -12,11 +12,12 @@ from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.monitoring.stats import CompressionStats
-from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
+from hvd_gradcomp.torch.comm.c10d import ProcessGroup
 from hvd_gradcomp.torch.hooks import setup_check
 from hvd_gradcomp.torch.interop.inference import outside_inference
 from hvd_gradcomp.torch.monitoring import inspection
 from hvd_gradcomp.torch.reduce import reducer_state
+from hvd_gradcomp.torch.reduce.backend import GroupBackend
 from hvd_gradcomp.torch.reduce.claims import Claim
 from hvd_gradcomp.torch.reduce.momentum import (
     MomentumTransfer,
@@ -68,7 +69,7 @@ class HookCompression:
         make_reducer: Callable[[SetUp], Reducer],
         optimizer: torch.optim.Optimizer | None,
         group: ProcessGroup,
-        transport: C10dBackend,
+        transport: GroupBackend,
         settings: str,
     ) -> None:
         """Make the reducer, once all ranks have found that they train the same in the same way.

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare
-from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
+from hvd_gradcomp.torch.comm.c10d import ProcessGroup
+from hvd_gradcomp.torch.reduce.backend import GroupBackend
 from hvd_gradcomp.torch.reduce.reducer import Reducer
 
 
@@ -21,7 +22,7 @@ class HookExchange:
     """
 
     def __init__(
-        self, reducer: Reducer, transport: C10dBackend, groups: Sequence[ProcessGroup]
+        self, reducer: Reducer, transport: GroupBackend, groups: Sequence[ProcessGroup]
     ) -> None:
         self._reducer, self._transport, self._groups = reducer, transport, groups
         self._error: Exception | None = None  # of this step, raised when backward has ended

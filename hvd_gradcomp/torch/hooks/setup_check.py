@@ -10,13 +10,14 @@ from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.runtime import config_check
-from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
+from hvd_gradcomp.torch.comm.c10d import ProcessGroup
+from hvd_gradcomp.torch.reduce.backend import GroupBackend
 from hvd_gradcomp.torch.reduce.claims import Claim
 
 
 def agree(
     group: ProcessGroup,
-    transport: C10dBackend,
+    transport: GroupBackend,
     layers: Sequence[Layer],
     compressor: Compressor,
     layouts: Sequence[Layout],

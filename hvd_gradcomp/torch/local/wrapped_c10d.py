@@ -19,6 +19,7 @@ from hvd_gradcomp.torch.local.outer import Outer
 from hvd_gradcomp.torch.local.tensor_exchange import Connection
 from hvd_gradcomp.torch.local.wrapped_optimizer import WrappedOptimizer, refuse_exchanging
 from hvd_gradcomp.torch.reduce import reducer_state
+from hvd_gradcomp.torch.reduce.backend import MakeBackend
 from hvd_gradcomp.torch.reduce.reducer import Reducer
 from hvd_gradcomp.torch.reduce.reducer_state import OF_HOOKS
 
@@ -41,6 +42,7 @@ def LocalSteps(  # noqa: N802 - as over Horovod
     bucket_bytes: int | None = None,
     nonfinite: str | None = None,
     deadline: float | None = None,
+    backend: MakeBackend = C10dBackend,
 ) -> LocalStepsOptimizer:
     """Wrap an optimizer so that each rank steps alone, and ranks exchange every so many steps.
 
@@ -57,6 +59,8 @@ def LocalSteps(  # noqa: N802 - as over Horovod
         warmup_steps, fragments, delay, blend: as over Horovod.
         named_buffers, bucket_bytes, nonfinite, deadline: as over Horovod.
         process_group: the ranks that take part; None for all.
+        backend: makes the transport of what is compressed from a group and a name, on all ranks;
+            see docs/extending-transport.md. `torch.distributed` by default.
 
     Returns:
         A `torch.optim.Optimizer`; each rank saves its own `state_dict()`.
@@ -74,14 +78,14 @@ def LocalSteps(  # noqa: N802 - as over Horovod
         return LocalStepsOptimizer(
             optimizer,
             named_parameters,
-            _connections(group),
+            _connections(group, backend),
             schedule,
             outer,
             compression,
             named_buffers=named_buffers,
             bucket_bytes=bucket_bytes,
             nonfinite=nonfinite,
-            connect_clock=lambda: _connections(clock_group or group)("rounds"),
+            connect_clock=lambda: _connections(clock_group or group, backend)("rounds"),
         )
 
     return _make_on_all(group, make)
@@ -96,6 +100,7 @@ def MomentumExchange(  # noqa: N802 - as over Horovod
     process_group: Any = None,
     bucket_bytes: int | None = None,
     nonfinite: str | None = None,
+    backend: MakeBackend = C10dBackend,
 ) -> MomentumExchangeOptimizer:
     """Wrap Adam or AdamW so that its momentum is exchanged compressed, instead of gradients.
 
@@ -106,6 +111,8 @@ def MomentumExchange(  # noqa: N802 - as over Horovod
         optimizer, named_parameters, compression: as over Horovod.
         warmup_steps, bucket_bytes, nonfinite: as over Horovod.
         process_group: the ranks that take part; None for all.
+        backend: makes the transport of what is compressed from a group and a name, on all ranks;
+            see docs/extending-transport.md. `torch.distributed` by default.
 
     Returns:
         A `torch.optim.Optimizer`; each rank saves its own `state_dict()`.
@@ -121,7 +128,7 @@ def MomentumExchange(  # noqa: N802 - as over Horovod
         return MomentumExchangeOptimizer(
             optimizer,
             named_parameters,
-            _connections(group),
+            _connections(group, backend),
             compression,
             warmup_steps,
             bucket_bytes=bucket_bytes,
@@ -164,14 +171,14 @@ def _make_on_all(group: ProcessGroup, make: Callable[[], T]) -> T:
     return optimizer
 
 
-def _connections(group: ProcessGroup) -> Callable[[str], Connection]:
+def _connections(group: ProcessGroup, backend: MakeBackend) -> Callable[[str], Connection]:
     """Return what connects the ranks of a group."""
     participants = Participants(group)
 
     def connect(part: str) -> Connection:
         load = partial(reducer_state.load, remedies=OF_HOOKS)
         how = _save, load, group.hang_up
-        return Connection(C10dBackend(group, part), participants, *how)
+        return Connection(backend(group, part), participants, *how)
 
     return connect
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from hvd_gradcomp.runtime.program_runner import Transport
+from hvd_gradcomp.runtime.step_header import StepHeader
+from hvd_gradcomp.torch.comm.c10d import ProcessGroup
 from hvd_gradcomp.torch.reduce.bucket import Named
 
 
@@ -38,3 +41,19 @@ class Backend(Transport, Protocol):
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """Gather the row of every rank, to verify replicas."""
+
+
+class GroupBackend(Backend, Protocol):
+    """Transport between the ranks of a group of `torch.distributed`, as `backend=` makes it."""
+
+    def gather_headers(self, header: StepHeader, what: str) -> dict[int, StepHeader]:
+        """Gather the header of every rank, by its global rank; `what` begins or ends, for errors.
+
+        Raises:
+            RuntimeError: a rank has failed.
+        """
+
+
+# Makes a transport from a group and the prefix of its names, as `C10dBackend` does. All ranks of
+# the group call it together.
+MakeBackend = Callable[[ProcessGroup, str], GroupBackend]
