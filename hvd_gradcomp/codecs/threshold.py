@@ -84,9 +84,8 @@ class ThresholdCompressor(SparseCompressor):
         limit = most_gathered(4.0 * layout.elements, ranks) - side
         places, policy = self._dense_bytes(layout), self.policy
         if places > limit:
-            top = _slots(self, layout, int(limit)) + 1
-            return CapacitySchedule.up_to(top, summed=True, policy=policy)
-        return CapacitySchedule.up_to(_slots(self, layout, places), policy=policy)
+            return CapacitySchedule(_capacities(self, layout, int(limit), 1), True, policy)
+        return CapacitySchedule(_capacities(self, layout, places, 0), policy=policy)
 
     @property
     def policy(self) -> CapacityPolicy:
@@ -270,17 +269,30 @@ class ThresholdCompressor(SparseCompressor):
 
 
 @lru_cache(maxsize=1024)
-def _slots(compressor: ThresholdCompressor, layout: Layout, limit: int) -> int:
-    """Return the most elements that fit in so many bytes, without those sent once for a layer."""
-    if compressor.index_coding == "int32":
-        return limit // 4
+def _capacities(
+    compressor: ThresholdCompressor, layout: Layout, limit: int, beyond: int
+) -> tuple[int, ...]:
+    """Return the capacities below the dense level whose bodies have at most `limit` bytes.
+
+    Bytes that are sent once for a layer do not count.
+
+    Args:
+        beyond: elements above the most that fit, below which capacities end.
+    """
     side = int(wire.body_bytes(compressor.quantizer.side_parts(layout)))
-    low, high = 0, layout.size
+
+    def fits(capacity: int) -> bool:
+        if compressor.index_coding == "int32":
+            return 4 * capacity <= limit
+        return wire.body_bytes(compressor.coded_parts(layout, capacity)) - side <= limit
+
+    low, high = 0, limit // 4 if compressor.index_coding == "int32" else layout.size
     while low < high:
         middle = (low + high + 1) // 2
-        fits = wire.body_bytes(compressor.coded_parts(layout, middle)) - side <= limit
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    every = CapacitySchedule.up_to(low + beyond, policy=compressor.policy).capacities
+    # Elias-Fano's code of a few more elements may take a word less, in small layers.
+    return tuple(filter(fits, every))
 
 
 def _pack(ops: Ops, values: Tensor, bits: int) -> Tensor:

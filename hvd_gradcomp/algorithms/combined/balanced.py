@@ -278,13 +278,18 @@ class Balanced(Composite, Handover):
 @lru_cache(maxsize=1024)
 def _schedule(codec: Balanced, layout: Layout, ranks: int) -> CapacitySchedule:
     dense = volume("allreduce", 4.0 * layout.elements, ranks)
+
+    def fits(capacity: int) -> bool:
+        return ranks == 1 or codec.two_shot(layout, capacity, ranks).received(ranks) < dense
+
     low, high = 0, layout.elements
     while low < high:
         middle = (low + high + 1) // 2
-        two_shot = codec.two_shot(layout, middle, ranks)
-        fits = two_shot.received(ranks) < dense or ranks == 1
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return CapacitySchedule.up_to(low + 1, summed=True, policy=codec.method.policy)
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    policy = codec.method.policy
+    every = CapacitySchedule.up_to(low + 1, policy=policy).capacities
+    # Elias-Fano's code of a few more elements may take a word less, in small layers.
+    return CapacitySchedule(tuple(filter(fits, every)), True, policy)
 
 
 @lru_cache(maxsize=64)
