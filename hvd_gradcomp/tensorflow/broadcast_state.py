@@ -122,7 +122,7 @@ def _agreed(
     own_roll = _Roll(
         [f"{v.dtype.name} {tuple(v.shape)}" for v in shared],
         [reducer.name for reducer in reducers],
-        [repr(reducer.compressor) for reducer in reducers],
+        [str(reducer.compressor) for reducer in reducers],
         [int(reducer.steps) for reducer in reducers],
         TITLES.number,
     )
