@@ -20,6 +20,7 @@ from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.stall_inspector import DeadlockError
 from hvd_gradcomp.torch import elastic
 from hvd_gradcomp.torch.comm.broadcast_objects import broadcast_parameters
+from hvd_gradcomp.torch.drop_in import optimizer
 from hvd_gradcomp.torch.drop_in.broadcast_state import broadcast_optimizer_state
 from hvd_gradcomp.torch.drop_in.checkpoint import load_checkpoint, save_checkpoint
 from hvd_gradcomp.torch.drop_in.lr_scheduler import EGCScheduler

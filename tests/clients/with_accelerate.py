@@ -37,7 +37,7 @@ def train(
     """One epoch, clipped by norm or by value; gradients are accumulated over some passes.
 
     Args:
-        told: how many passes Horovod is told.
+        passes_known: number of passes that Horovod is told.
         early: synchronize before clipping, which the last step of an epoch needs if it has fewer
             passes.
     """
@@ -97,8 +97,8 @@ def main(folder: str) -> None:
         norm,
         {
             "odd": {"passes": 3, **norm},
-            "not told": {"passes": 2, "told": 1, **norm},
-            "told more": {"told": 2, **norm},
+            "not told": {"passes": 2, "passes_known": 1, **norm},
+            "told more": {"passes_known": 2, **norm},
         },
     )
 

@@ -330,13 +330,13 @@ def micro_batch_moments():
     compression, batch, seen = VarianceCompressor(alpha=0.5, moments="microbatch"), 24, {}
     model, state = chain(compression, backward_passes_per_step=3, batch_size=batch)
     sources = state.reducer.sources
-    give = sources.give
+    fill_bucket = sources.fill_bucket
 
-    def give_and_see(bucket, slot):
-        give(bucket, slot)
+    def fill_and_see(bucket, slot):
+        fill_bucket(bucket, slot)
         seen[bucket.layout.names[slot]] = bucket.moment_views[slot].clone()
 
-    sources.give = give_and_see
+    sources.fill_bucket = fill_and_see
     rank, shards = dist.get_rank(), dist.get_world_size() // 2
     replica = [rank - rank % shards + shard for shard in range(shards)]
     for step, orders in ((0, (EVERY, EVERY, EVERY)), (10, ((0, 1, 3), EVERY, (3, 2, 1)))):

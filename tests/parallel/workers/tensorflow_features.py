@@ -153,13 +153,14 @@ def watched(folder):
     from hvd_gradcomp.tensorflow.keras import callbacks
 
     path = Path(folder, "stats.jsonl")
+    strom = hvd.StromCompressor(tau=0.01, index_coding="int32")
     random = np.random.default_rng(10 + hvd.rank())
     x, y = (random.standard_normal((64, n)).astype(np.float32) for n in (6, 2))
     ends = []
     for watches in (False, True):
         keras.utils.set_random_seed(1)
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2, name="head")])
-        model.compile(optimizer(compression=hvd.StromCompressor(tau=0.01)), "mse")
+        model.compile(optimizer(compression=strom), "mse")
         for _ in range(2):
             writer = callbacks.StatsWriter(every=4, writers=[hvd.JSONLines(path)])
             model.fit(

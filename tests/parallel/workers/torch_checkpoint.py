@@ -155,7 +155,7 @@ def faults(folder):
 
     def other_format(path):
         part = safetensors_file.unpacked((path / "rank-0-of-2").read_bytes())
-        part["optimizer"]["format"] = 2
+        part["optimizer"]["format"] = 3
         forged(path, "rank-0-of-2", safetensors_file.packed(part))
 
     def hostile(path):
