@@ -450,7 +450,7 @@ class Reducer:
             bucket.snapshot()
         self.programs.launch(bucket, context)
 
-    def finish_exchange(self) -> None:
+    def commit_or_roll_back(self) -> None:
         """Commit or roll back the exchange, after all programs have ended.
 
         Raises:
