@@ -40,7 +40,7 @@ from hvd_gradcomp import (
     VarianceCompressor,
 )
 from hvd_gradcomp.cli import style
-from hvd_gradcomp.codecs.low_rank import components
+from hvd_gradcomp.codecs.principal_components import components
 from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
@@ -415,7 +415,7 @@ def architecture(path):
         ("planning", "planning/  checkpoint/", "who compresses what, and files"),
         ("runtime", "runtime/, over Horovod or torch.distributed", "steps programs, by transports"),
         ("monitoring", "monitoring/", "what was moved; equal replicas"),
-        ("algorithms", "algorithms/: one paper, one file", "programs that yield collectives"),
+        ("algorithms", "algorithms/: folders by what travels", "programs that yield collectives"),
         ("codecs", "codecs/: threshold, topk, quantized, linear", "what to send, and what stays"),
         ("core", "method/: Compressor, patterns, wire", "how payloads meet, checked bytes"),
         ("operations", "ops/: PyTorch, TensorFlow, C, Triton", "what is done to a tensor"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import isfinite
 
-from hvd_gradcomp.codecs.low_rank import components
+from hvd_gradcomp.codecs.principal_components import components
 from hvd_gradcomp.ops import Ops, Tensor
 
 

@@ -280,7 +280,7 @@ def table(measured: Measured) -> Table:
     """Return times faster to the target than stock Horovod, by method and ratio."""
     ratios = sorted({row["ratio"] for row in measured.all["time"]})
     shown = Table(title=f"{measured.training.title}: times sooner", box=box.MARKDOWN)
-    heads = ("method", "bytes / a step", "steps to the target")
+    heads = ("method", "times fewer bytes", "steps to the target")
     for head in (*heads, *(f"{ratio:g}" for ratio in ratios)):
         shown.add_column(head, justify="left" if head == "method" else "right")
     for key, method in measured.training.methods.items():

@@ -13,7 +13,7 @@ from typing import Any
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.method.compressor import Compressor
 
-FORMAT = 4  # of a saved state; changes when its tensors, or their meaning, change
+FORMAT = 5  # of a saved state; changes when its tensors, or their meaning, change
 
 
 class CheckpointError(RuntimeError):

@@ -1,7 +1,9 @@
 """Command line: `hvd-gradcomp`, or `python -m hvd_gradcomp`.
 
 Each command has a module of its name here, imported when the command is called: `doctor` must work
-even if nothing else does.
+even if nothing else does. `options`, `output`, `progress` and `style` are for several commands,
+`advise_report` formats for `advise`; `launching`, `without_horovod`, `selftest` and `hosts` are
+about ranks; `inspection` asks what is installed, and `usercode` reads a user's code.
 """
 
 from __future__ import annotations

@@ -21,6 +21,8 @@ EVERY = (1, 4, 15, 30, 100)  # local steps between two exchanges
 class Row(NamedTuple):
     """Figures of one method, as the tables and JSON have them; times in milliseconds.
 
+    JSON has all fields, by their names: a new one is public at once.
+
     Attributes:
         method: its name.
         element_ratio, byte_ratio: of the gradient, divided by those sent; None where nothing is

@@ -98,7 +98,7 @@ class ThresholdCompressor(SparseCompressor):
 
     def report(self, layout: Layout, state: State, steps: int, since: int = 0) -> Report:
         report = super().report(layout, state, steps, since)
-        return report._replace(rung_changes=int(state.capacity.changes))
+        return report._replace(level_changes=int(state.capacity.changes))
 
     def parts(self, layout: Layout, level: CapacityLevel) -> dict[str, wire.Part]:
         """Return the parts of a body with plain words at a level; `dense` is a Python bool."""

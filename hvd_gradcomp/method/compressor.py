@@ -63,13 +63,13 @@ class Report(NamedTuple):
         sent: elements of each layer that this rank has sent.
         residual: what was accumulated and not yet sent, [size]; None if nothing is kept.
         losses: what a learned method loses, as shares of the energy, by name.
-        rung_changes: how often its capacity level has changed, see `capacity`; equal on all ranks.
+        level_changes: how often its capacity level has changed, see `capacity`; equal on all ranks.
     """
 
     sent: Sequence[int]
     residual: Tensor | None = None
     losses: Mapping[str, float] = MappingProxyType({})
-    rung_changes: int = 0
+    level_changes: int = 0
 
 
 def derived(of: Callable[[Any], T]) -> T:
@@ -88,9 +88,9 @@ class Compressor(ABC):
     """Base class of `compression=` arguments. Concrete classes are frozen dataclasses.
 
     A method needs `init` and `aggregate`. Every other method is an optional hook: it has a default
-    here, and callers call it on any compressor. The hooks of some kinds of
-    methods are in mixins: `core.handover.Handover` if it keeps a residual or applies momentum,
-    `core.learned.Learned` if it learns.
+    here, and callers call it on any compressor. The hooks of some kinds of methods are in mixins:
+    `method.handover.Handover` if it keeps a residual or applies momentum,
+    `method.learned.Learned` if it learns.
 
     Attributes:
         algorithm: number in the wire header, derived from the class name; see `registry`.

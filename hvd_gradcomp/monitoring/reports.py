@@ -36,7 +36,7 @@ _TO_BEGIN, _TO_END = 60.0, 10.0
 _WAITING = 64  # maximum number of queued records
 _SCALARS = (
     *("steps", "bytes_dense", "bytes_sent", "bytes_received", "ratio", "element_ratio", "skipped"),
-    *("rung_changes", "residual_norm", "gradient_norm", "residual_ratio", "ms_waited"),
+    *("level_changes", "residual_norm", "gradient_norm", "residual_ratio", "ms_waited"),
 )
 
 
@@ -79,8 +79,8 @@ def summary(stats: CompressionStats) -> str:
         parts.append(f"{_short(stats.ms_waited)} ms waiting a step")
     if stats.skipped:
         parts.append(f"{stats.skipped:,} skipped")
-    if stats.rung_changes:
-        parts.append(_counted(stats.rung_changes, "level change"))
+    if stats.level_changes:
+        parts.append(_counted(stats.level_changes, "level change"))
     parts += [f"{name} loss {_short(value)}" for name, value in stats.losses.items()]
     return ", ".join(parts)
 

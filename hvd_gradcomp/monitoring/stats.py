@@ -33,8 +33,8 @@ class CompressionStats:
             "basis", of GradiVeQ's projection; "autoencoder", of LGC's reconstruction. Means over
             buckets; empty if nothing is learned yet.
         sizes: elements of a gradient by layer name.
-        rung_changes: changes of a payload's capacity, over all buckets. Horovod renegotiates each
-            time.
+        level_changes: changes of a payload's capacity level, over all buckets. Horovod
+            renegotiates each time.
         residual_norm: L2 norm of this rank's current residual, in units of its gradient; None if
             the compressor has none.
         gradient_norm: L2 norm of an exchanged gradient. On PyTorch of the current `p.grad`, which
@@ -57,7 +57,7 @@ class CompressionStats:
     losses: dict[str, float] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     skipped: int = field(default=0, metadata=TOTAL)
-    rung_changes: int = field(default=0, metadata=TOTAL)
+    level_changes: int = field(default=0, metadata=TOTAL)
     residual_norm: float | None = None
     gradient_norm: float | None = None
     seconds_waited: float | None = field(default=None, compare=False)
@@ -82,8 +82,8 @@ class CompressionStats:
             f"{self.elements:,} of gradients, {self.elements_sent:,} sent"
             f"{_ratio(self.element_ratio)}"
         )
-        if self.rung_changes:
-            rows["room"] = f"changed {self.rung_changes:,} times"
+        if self.level_changes:
+            rows["level changes"] = f"{self.level_changes:,}"
         if self.ms_waited is not None:
             rows["waiting"] = f"{self.ms_waited:.3g} ms a step"
         if self.gradient_norm is not None:
@@ -177,7 +177,7 @@ def combined(
         losses=mean_losses(part.losses for part in parts),
         sizes=sizes,
         skipped=sum(part.skipped for part in every),
-        rung_changes=sum(part.rung_changes for part in parts),
+        level_changes=sum(part.level_changes for part in parts),
         residual_norm=norm_of(p.residual_norm for p in parts if p.residual_norm is not None),
         seconds_waited=None if None in waited else sum(filter(None, waited)),
     )

@@ -8,8 +8,10 @@
     hierarchy         dense allreduce inside a host, compressed exchange between hosts
     elastic           membership of an elastic run
     local_rounds      local steps: when ranks exchange what, and what becomes of it
+    exchange_state    what ranks of local steps compare before they exchange
     round_clock       when a round ends whose ranks make different numbers of steps
     stall_inspector   finds ranks that wait for each other
+    live_objects      searches the process for objects of a type
     typed_json        messages between ranks beside tensors
     naming, unique_names   the names of collectives
     stats             totals that `compression_stats` reports

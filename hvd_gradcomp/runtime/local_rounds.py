@@ -2,7 +2,7 @@
 
 Each rank steps alone. When the schedule says so, the ranks compare what they are about to exchange,
 send the change of a fragment of the model, and step an outer optimizer by the mean; see
-`algorithms.local_steps`. From top to bottom: what a framework supplies (an `Exchange` of a
+`algorithms.combined.local_steps`. From top to bottom: what a framework supplies (an `Exchange` of a
 `Fragment` or of `DenseMeans`, a `RankChannel`), agreement where ranks may be lost, and
 `LocalRounds`, which uses them.
 

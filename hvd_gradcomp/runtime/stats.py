@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 from hvd_gradcomp.core.layout import Layout
@@ -19,17 +20,21 @@ class BucketTotals(NamedTuple):
     steps: int
 
 
-class Counters(NamedTuple):
-    """Traffic counters of this rank."""
+@dataclass
+class TrafficCounts:
+    """Counts of this rank's traffic, by the names that `CompressionStats` and checkpoints have."""
 
-    bytes_sent: int
-    bytes_received: int
-    skipped: int
+    skipped: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+
+
+TRAFFIC = tuple(field.name for field in fields(TrafficCounts))
 
 
 def stats(
     buckets: Iterable[BucketTotals],
-    counted: Counters,
+    counted: TrafficCounts,
     *,
     steps: int,
     order: Sequence[str],
@@ -69,13 +74,11 @@ def stats(
         elements=elements,
         elements_sent=sum(layers.values()),
         bytes_dense=4 * elements,
-        bytes_sent=counted.bytes_sent,
-        bytes_received=counted.bytes_received,
+        **asdict(counted),
         layers={name: layers[name] for name in order if name in layers},
         losses=mean_losses(report.losses for report in reports),
         sizes={name: sizes[name] for name in order if name in sizes},
-        skipped=counted.skipped,
-        rung_changes=sum(report.rung_changes for report in reports),
+        level_changes=sum(report.level_changes for report in reports),
         residual_norm=norm_of(norm(r.residual) for r in reports if r.residual is not None),
         gradient_norm=norm_of(gradient_norms),
         seconds_waited=seconds_waited,

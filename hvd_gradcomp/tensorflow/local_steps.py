@@ -1,8 +1,8 @@
 """`LocalSteps`: ranks that step alone, and exchange the change of variables now and then.
 
-See `algorithms.local_steps` for the method and its sources. The inner optimizer is the user's own,
-of Keras or another; what it has changed goes through a `GraphReducer` as a gradient would.
-`runtime/local_rounds.py` runs the rounds.
+See `algorithms.combined.local_steps` for the method and its sources. The inner optimizer is the
+user's own, of Keras or another; what it has changed goes through a `GraphReducer` as a gradient
+would. `runtime/local_rounds.py` runs the rounds.
 """
 
 from __future__ import annotations

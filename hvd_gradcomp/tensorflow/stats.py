@@ -81,9 +81,7 @@ def stats_of(reducer: GraphReducer) -> CompressionStats:
             )
             for bucket in led
         ],
-        runtime_stats.Counters(
-            *(int(local[name]) for name in ("bytes_sent", "bytes_received", "skipped"))
-        ),
+        runtime_stats.TrafficCounts(**{name: int(local[name]) for name in runtime_stats.TRAFFIC}),
         steps=steps,
         order=names,
         beside={name: sent for name, sent in unbucketed if name not in of_others},

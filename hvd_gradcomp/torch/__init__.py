@@ -7,8 +7,8 @@
 +optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(),
 +                                     compression=hvd.VarianceCompressor(alpha=2))
 
-Horovod is imported on first access to a name. `hvd_gradcomp.torch.ddp`, which compresses for
-PyTorch's own `DistributedDataParallel`, works without Horovod.
+Horovod is imported on first access to a name. Three modules work without it: `ddp`, which
+compresses for PyTorch's own `DistributedDataParallel`, `fsdp` for `fully_shard`, and `trainers`.
 """
 
 from __future__ import annotations
@@ -41,5 +41,5 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     try:
         return sorted({*globals(), *__getattr__("__all__")})
-    except ImportError:  # without Horovod there is `ddp`, and who looks around gets no error
-        return sorted({*globals(), "ddp"})
+    except ImportError:  # these work without Horovod, and who looks around gets no error
+        return sorted({*globals(), "ddp", "fsdp", "trainers"})

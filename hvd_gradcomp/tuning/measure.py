@@ -296,7 +296,7 @@ class CompressedExchange(Exchange):
             reducer.mark_ready(p, gradient)
         submitted = time.perf_counter()
         run_until_done([self._transport.timed(reducer.programs.poll_all())], pauses())
-        reducer.finish_exchange()
+        reducer.commit_or_roll_back()
         for p in self._parameters:
             reducer.reduced_grad(p)
         reducer.finish_step()
@@ -592,7 +592,7 @@ def alone(
                 spent = time.perf_counter() - start - (transport.waited - waited)
                 work[bucket.name].append(spent)
                 asks[bucket.name] += transport.take()
-        reducer.finish_exchange()
+        reducer.commit_or_roll_back()
         for p in parameters:
             reducer.reduced_grad(p)
         reducer.finish_step()

@@ -26,6 +26,8 @@ DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if not {"_build", "generated"} & {*page.parts})
 BLOCKS = [block for page in PAGES for block in follow.blocks(page)]
 DIRECTIVES = {"toctree", "figure", "literalinclude"}
+MARKERS = {"start-after", "start-at", "end-before", "end-at"}
+COMPRESSORS = DOCS / "api" / "compressors.rst"
 AUTOMATIC = {"autoclass", "autoexception", "autofunction", "automodule"}
 not_run = pytest.mark.parametrize(
     "block",
@@ -58,6 +60,50 @@ def test_each_block_says_what_it_is_for(page):
             assert follow.commands(block), block.place
         if block.language == "diff":
             assert block.file or block.reason == "excerpt", block.place
+
+
+def includes():
+    """Each directive that includes a file: its page, the path and its options."""
+    directive = r"^ *(?:`{3,}|:{3,}|~{3,})\{(?:literal)?include\} *(\S+)\n((?: *:[\w-]+:.*\n)*)"
+    for page in PAGES:
+        for path, options in re.findall(directive, page.read_text(), re.MULTILINE):
+            if not path.startswith("generated/"):  # conf.py makes these
+                yield page, path, dict(re.findall(r":([\w-]+): *(.*)", options))
+
+
+def defined(tree, path):
+    """Return True if the module has this class, function or method."""
+    name, _, rest = path.partition(".")
+    for node in getattr(tree, "body", []):
+        if getattr(node, "name", None) == name:
+            return not rest or defined(node, rest)
+    return False
+
+
+def test_what_pages_include_exists():
+    """Files, and the part of a file that is shown; otherwise a page would have a hole."""
+    every = list(includes())
+    assert len(every) >= 10
+    for page, path, options in every:
+        place = f"{page.name}: {path} {options}"
+        file = page.parent / path
+        assert file.is_file(), place
+        text = file.read_text()
+        assert options.keys() <= {"pyobject", "lines", "language", "caption", *MARKERS}, place
+        if "pyobject" in options:
+            assert defined(ast.parse(text), options["pyobject"]), place
+        for marker in MARKERS & options.keys():
+            assert options[marker] in text, place
+        if "lines" in options:
+            numbers = [int(n) for n in re.findall(r"\d+", options["lines"])]
+            assert numbers and max(numbers) <= len(text.splitlines()), place
+
+
+def test_every_compressor_is_in_the_reference():
+    listed = re.findall(r"^\.\. autoclass:: (\w+)$", COMPRESSORS.read_text(), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    exported = {name for name in hvd_gradcomp.__all__ if name.endswith("Compressor")}
+    assert exported - {"Compressor"} == {name for name in listed if name.endswith("Compressor")}
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.rst")), ids=title)

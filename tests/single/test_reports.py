@@ -34,7 +34,7 @@ EARLY = CompressionStats(
     layers={"fc.weight": 40, "fc.bias": 10},
     sizes={"fc.weight": 8, "fc.bias": 2},
     skipped=1,
-    rung_changes=3,
+    level_changes=3,
     residual_norm=1.0,
     gradient_norm=1.0,
 )
@@ -49,7 +49,7 @@ LATE = CompressionStats(
     losses={"basis": 0.125},
     sizes={"fc.weight": 8, "fc.bias": 2},
     skipped=3,
-    rung_changes=4,
+    level_changes=4,
     residual_norm=3.0,
     gradient_norm=2.0,
 )
@@ -61,7 +61,7 @@ SPAN = {
     "compression/ratio": 20.0,
     "compression/element_ratio": 10.0,
     "compression/skipped": 2,
-    "compression/rung_changes": 1,
+    "compression/level_changes": 1,
     "compression/residual_norm": 3.0,
     "compression/gradient_norm": 2.0,
     "compression/residual_ratio": 1.5,
@@ -100,7 +100,7 @@ def test_the_line_of_an_epoch():
         bytes_sent=42_100_000,
         losses={"basis": 0.1234},
         skipped=2,
-        rung_changes=1,
+        level_changes=1,
         residual_norm=6.2,
         gradient_norm=2.0,
     )
@@ -296,7 +296,7 @@ def test_every_method_says_what_it_keeps(compressor):
     layout = Layout(("a", "b"), ((30, 20, 3), (40, 9)), block=compressor.block)
     state = compressor.start(TorchOps(), layout, 2)
     report = compressor.report(layout, state, 1)
-    assert report.rung_changes == 0
+    assert report.level_changes == 0
     kept = report.residual
     assert kept is None or (kept.shape == (layout.size,) and not kept.any())
 
@@ -312,7 +312,7 @@ def test_what_is_kept_is_that_of_the_phase_at_work():
         assert (sent == 0) == (step <= 2)
         # Strom keeps all; then its debt has gone over, and 6 elements a step are paid.
         assert float(kept[0:600].max()) == step and int((kept[:600] < step).sum()) == sent
-    assert report.rung_changes == 0
+    assert report.level_changes == 0
 
 
 def test_time_that_steps_waited():

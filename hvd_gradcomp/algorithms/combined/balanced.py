@@ -263,7 +263,7 @@ class Balanced(Composite, Handover):
     def report(self, layout: Layout, state: BalancedState, steps: int, since: int = 0) -> Report:
         del steps, since
         changes = int(state.capacity.changes)
-        return Report([int(n) for n in state.sent], self.residual(state), rung_changes=changes)
+        return Report([int(n) for n in state.sent], self.residual(state), level_changes=changes)
 
     def residual(self, state: BalancedState) -> Tensor:
         return state.r + self.method.residual(state.inner)

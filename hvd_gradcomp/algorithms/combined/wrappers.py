@@ -190,7 +190,7 @@ class After(Composite, Handover):
             [a + b for a, b in zip(first.sent, then.sent)],
             then.residual if steps > boundary else first.residual,
             {**first.losses, **then.losses},
-            first.rung_changes + then.rung_changes,
+            first.level_changes + then.level_changes,
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from hvd_gradcomp.algorithms.gradiveq.slices import Slices, Slicing, sizes_of
 from hvd_gradcomp.algorithms.gradiveq.state import GradiVeQState
-from hvd_gradcomp.codecs.low_rank import Components, components, dimension
+from hvd_gradcomp.codecs.principal_components import Components, components, dimension
 from hvd_gradcomp.core.collectives import Broadcast
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.method.compressor import Context

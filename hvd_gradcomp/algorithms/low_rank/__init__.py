@@ -1,1 +1,1 @@
-"""Methods that send factors of matrices."""
+"""Methods that send factors of matrices: PowerSGD, ACP-SGD."""

@@ -22,7 +22,7 @@ class DGCCompressor(MomentumCorrected):
     `k = max(1, round(n * density))` largest `|r|` are sent, and `r = u = 0` there.
 
     What travels: values, float32 by default, and packed indices, by allgather; about
-    `4 + (log2(1/density) + 3) / 8` bytes for each element sent. If a rank would receive more
+    `4 + (log2(1/density) + 2) / 8` bytes for each element sent. If a rank would receive more
     bytes than with dense gradients, 4 bytes for each element of the bucket, by allreduce.
     State: `r` and `u`, 8 bytes for each element.
 

@@ -36,7 +36,7 @@ class EGCCompressor(MomentumCorrected):
     are sent, and `r = u = 0` there.
 
     What travels: values, float32 by default, and packed indices, by allgather; about
-    `4 + (log2(K/H) + 3) / 8` bytes for each element of capacity. The capacity follows the entropy:
+    `4 + (log2(K/H) + 2) / 8` bytes for each element of capacity. The capacity follows the entropy:
     it is the smallest capacity level (four per octave, at least 16 elements) that fits every rank's
     quota; in the first step the largest. When the quota grows, the excess waits for the next step;
     when it shrinks, payloads shrink 16 steps later. If an allgather would move more bytes than
@@ -102,7 +102,7 @@ class EGCCompressor(MomentumCorrected):
 
     def report(self, layout: Layout, state: EGCState, steps: int, since: int = 0) -> Report:
         report = super().report(layout, state, steps, since)
-        return report._replace(rung_changes=int(state.capacity.changes))
+        return report._replace(level_changes=int(state.capacity.changes))
 
     def init(self, ops: Ops, layout: Layout) -> EGCState:
         memory, schedule, sent, hint = super().init(ops, layout)

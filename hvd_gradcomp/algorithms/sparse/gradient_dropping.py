@@ -17,7 +17,7 @@ class GradientDroppingCompressor(ResidualTopK):
     are sent as they are, and `r = 0` there. "Dropped" elements stay in the residual.
 
     What travels: values, float32 by default, and packed indices, by one allgather; about
-    `4 + (log2(1/(1 - ratio)) + 3) / 8` bytes for each element sent. If a rank would receive more
+    `4 + (log2(1/(1 - ratio)) + 2) / 8` bytes for each element sent. If a rank would receive more
     bytes than with dense gradients, 4 bytes for each element of the model, by allreduce.
     State: `r`, 4 bytes for each element.
     The model is one bucket, so the exchange does not overlap with backward.

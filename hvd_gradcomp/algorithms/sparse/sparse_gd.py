@@ -38,7 +38,7 @@ class SparseGDCompressor(ResidualTopK):
     as they are, and `r = 0` there.
 
     What travels: values, float32 by default, and packed indices, by allgather; about
-    `4 + (log2(1/density) + 3) / 8` bytes for each element sent. If a rank would receive more
+    `4 + (log2(1/density) + 2) / 8` bytes for each element sent. If a rank would receive more
     bytes than with dense gradients, 4 bytes for each element of the bucket, by allreduce.
     State: `r`, 4 bytes for each element.
 

@@ -1,1 +1,1 @@
-"""Methods that send elements whose accumulated gradient passes a criterion."""
+"""Methods that send elements whose accumulated gradient passes a test: Strom, Variance, Hybrid."""

@@ -19,6 +19,10 @@ to be made in all of them:
     frames          header.py; c/checks.c; triton/common.py
     words, places   codecs/threshold.py; c/threshold.c; triton/threshold.py
     top-k bodies    codecs/topk.py, codecs/indices.py; c/topk.c; triton/topk.py
+
+Groups of 32 (`GROUP`) set the sizes of payloads in codecs/elias_fano.py, quantized.py, threshold.py
+and values.py, algorithms/quantized/signum.py and algorithms/lgc/vectors.py. c/powers.c and c/bins.c
+use the bit planes too.
 """
 
 from __future__ import annotations

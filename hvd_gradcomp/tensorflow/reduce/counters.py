@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
+from hvd_gradcomp.runtime.stats import TRAFFIC
 from hvd_gradcomp.tensorflow.interop.variables import keep_local, new_variable
 from hvd_gradcomp.tensorflow.reduce.buckets import MakeVariable
 
@@ -40,9 +41,7 @@ class ExchangeCounters:
                 name: keep_local(make_variable(f"gradcomp_{name}", value))
                 for name, value in {
                     "exchanges": zero,
-                    "skipped": zero,
-                    "bytes_sent": zero,
-                    "bytes_received": zero,
+                    **dict.fromkeys(TRAFFIC, zero),
                     "unbucketed": tf.zeros((layers,), tf.int64),
                 }.items()
             }

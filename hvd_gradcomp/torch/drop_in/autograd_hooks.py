@@ -38,8 +38,8 @@ class Synchronizer(Protocol):
     def has_everything(self) -> bool:
         """Return True if no gradient is missing on this rank."""
 
-    def finish_exchange(self, last: bool) -> Generator[None, None, bool]:
-        """Finish the exchange; yield while waiting for other ranks."""
+    def agree_and_reduce(self, last: bool) -> Generator[None, None, bool]:
+        """Agree with all ranks on what has arrived, and reduce it; yield while waiting for them."""
 
 
 # Synchronizers with news, by the autograd engine's run in which their hooks have fired.
@@ -127,7 +127,7 @@ def _backward_has_ended(run: int) -> None:
 
         function.register_hook(pass_on)
     # All optimizers at once: their hooks fire in another order on other ranks.
-    ready = [each.finish_exchange(last=False) for each in having_news if each not in early]
+    ready = [each.agree_and_reduce(last=False) for each in having_news if each not in early]
     run_until_done(ready, horovod.pauses())
 
 

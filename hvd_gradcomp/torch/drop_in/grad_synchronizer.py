@@ -225,12 +225,12 @@ class StepExchange:
             rows = self._sparse.gather(self._reducer.planner.names[p], no_rows(p))
         self.submitted[p] = Submitted(True, rows)
 
-    def finish_exchange(self) -> Iterator[None]:
-        """Run the exchange to its end; `p.grad` is reduced then. Yield while waiting."""
+    def wait_and_copy_out(self) -> Iterator[None]:
+        """Wait for the programs and put the results into `p.grad`; yield while waiting."""
         try:
             yield from self._reducer.programs.poll_all()
             if self._reducer.started:
-                self._reducer.finish_exchange()
+                self._reducer.commit_or_roll_back()
             for p, submitted in self.submitted.items():
                 assert submitted is not None
                 self._copy_out(p, submitted)
@@ -381,13 +381,13 @@ class GradSynchronizer:
         if gone and self.travelling and self._process_set.size() == 1:
             self.abort_step()  # `model.zero_grad()` after a backward that has failed
         self.check_mixed()
-        run_until_done([self.finish_exchange(last=True)], horovod.pauses())
+        run_until_done([self.agree_and_reduce(last=True)], horovod.pauses())
         self.begin()
         self._reduced.only(self.reducer.planner.places)
         self.synchronized = True
 
-    def finish_exchange(self, last: bool, joined: bool = False) -> Generator[None, None, bool]:
-        """Exchange messages until the exchange has ended here; yield while waiting for other ranks.
+    def agree_and_reduce(self, last: bool, joined: bool = False) -> Generator[None, None, bool]:
+        """Agree with all ranks on what has arrived, and reduce it; yield while waiting for them.
 
         Args:
             last: no gradient comes any more in this step: goes on until none can come anywhere.
@@ -482,7 +482,7 @@ class GradSynchronizer:
             exchange.submitted.pop(p, None)
             self._trained.left[p] = self._trained.passes
         missing = exchange.submit_missing(self.sync)
-        yield from exchange.finish_exchange()
+        yield from exchange.wait_and_copy_out()
         self.synchronized = False
         for p in planner.ordered_parameters:
             self._trained.left[p] = 0
@@ -594,7 +594,7 @@ class GradSynchronizer:
                     if p not in self._exchange.submitted:
                         p.grad = None
                         tracker.discard(p)
-                if not (yield from self.finish_exchange(last=True, joined=True)):
+                if not (yield from self.agree_and_reduce(last=True, joined=True)):
                     return
                 self.begin()
         finally:

@@ -19,7 +19,7 @@ class EGCScheduler(LRScheduler):
     Kuang et al. 2019, section IV.B. After `patience`
     consecutive epochs without a loss below the lowest so far,
     `lr = max(lr / (1 + t * epoch), min_lr)` in every parameter group. For details, and differences
-    between the paper's text and its Algorithm 2, see `algorithms.schedule.EGCCorrection`.
+    between the paper's text and its Algorithm 2, see `algorithms.combined.schedule.EGCCorrection`.
 
     ::
 

@@ -104,7 +104,7 @@ class DDPExchange(HookExchange):
                 if self._releases:
                     bucket.release()
             if grad_bucket.is_last() and self._error is None:
-                self._finish_exchange()
+                self._finish_programs()
         except Exception as error:
             self._fail(error)
         if grad_bucket.is_last():
@@ -148,7 +148,7 @@ class DDPExchange(HookExchange):
             reducer.mark_ready(p, gradient)
         reducer.programs.resume_earlier(earlier)
 
-    def _finish_exchange(self) -> None:
+    def _finish_programs(self) -> None:
         """Run all programs to their ends, in the same order on all ranks.
 
         Raises:
@@ -167,7 +167,7 @@ class DDPExchange(HookExchange):
             listed = ", ".join(nonfinite)
             what = f"a rank has a NaN or an infinity in the sparse gradient of {listed}"
             reducer.programs.errors.append(NonFiniteGradientError(what))
-        reducer.finish_exchange()
+        reducer.commit_or_roll_back()
 
     def _copy_out(self) -> None:
         """Return the reduced gradients to DDP; raise an error only after its backward has ended.

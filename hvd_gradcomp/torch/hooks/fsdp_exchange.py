@@ -166,7 +166,7 @@ class ShardExchange(HookExchange):
         """
         try:
             if self._error is None and self._exchanging:
-                self._finish_exchange()
+                self._finish_programs()
         except Exception as failure:
             self._fail(failure)
         error, self._backward = self._pop_error(), -1
@@ -185,7 +185,7 @@ class ShardExchange(HookExchange):
             reducer.scaling.reset()
             raise error
 
-    def _finish_exchange(self) -> None:
+    def _finish_programs(self) -> None:
         """Run all programs to their ends, in the same order on all ranks.
 
         Raises:
@@ -202,7 +202,7 @@ class ShardExchange(HookExchange):
         reducer.programs.wait_all()
         failure: NonFiniteGradientError | None = None
         try:
-            reducer.finish_exchange()
+            reducer.commit_or_roll_back()
         except NonFiniteGradientError as error:
             ranks = ", ".join(map(str, self._replicas.ranks))
             failure = NonFiniteGradientError(

@@ -1,8 +1,8 @@
 """`LocalSteps`: an optimizer that steps alone, and exchanges the change of parameters now and then.
 
-See `algorithms.local_steps` for the method and its sources. The inner optimizer, its options,
-schedulers and hooks are the user's own. The global parameters are copies; the outer optimizer is a
-plain one over them, whose gradients are the reduced pseudogradients.
+See `algorithms.combined.local_steps` for the method and its sources. The inner optimizer, its
+options, schedulers and hooks are the user's own. The global parameters are copies; the outer
+optimizer is a plain one over them, whose gradients are the reduced pseudogradients.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class TensorExchange(Exchange):
         reducer = self.reducer
         try:
             reducer.programs.wait_all()
-            reducer.finish_exchange()
+            reducer.commit_or_roll_back()
         except NonFiniteGradientError:
             reducer.finish_step()
             raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Iterator, Sequence, Set
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -35,7 +36,6 @@ from hvd_gradcomp.torch.reduce.options import ExchangeOptions
 from hvd_gradcomp.torch.reduce.sources import Sources
 
 LOGGER = logging.getLogger("hvd_gradcomp")
-_SENT, _RECEIVED, _SKIPPED = range(3)  # of the counters
 _PRIME = 2**31 - 1
 
 
@@ -43,29 +43,29 @@ class TrafficCounter:
     """Counter of this rank's traffic.
 
     Attributes:
-        counters: bytes sent, bytes received, steps skipped.
+        counts: bytes, and steps skipped.
         gathered: values of sparse gradients gathered uncompressed, by the layer's name.
         waited: seconds in which steps stood still for exchanges.
     """
 
     def __init__(self) -> None:
-        self.counters = [0, 0, 0]
+        self.counts = stats.TrafficCounts()
         self.gathered: dict[str, int] = {}
         self.waited = 0.0
         self._checksums: list[torch.Tensor] = []
 
     def sent(self, tensor: torch.Tensor) -> None:
         """Count a tensor that was passed to a collective."""
-        self.counters[_SENT] += tensor.numel() * tensor.element_size()
+        self.counts.bytes_sent += tensor.numel() * tensor.element_size()
 
     def received(self, tensor: torch.Tensor) -> None:
         """Count a tensor that a collective returned."""
-        self.counters[_RECEIVED] += tensor.numel() * tensor.element_size()
+        self.counts.bytes_received += tensor.numel() * tensor.element_size()
 
     def skipped(self) -> int:
         """Count a skipped step; return the number of them."""
-        self.counters[_SKIPPED] += 1
-        return self.counters[_SKIPPED]
+        self.counts.skipped += 1
+        return self.counts.skipped
 
     def record_checksum(self, reply: torch.Tensor) -> None:
         """Checksum a result that must be bit-identical on all ranks."""
@@ -78,14 +78,14 @@ class TrafficCounter:
         return sum(int(x) for x in sums) % _PRIME
 
     @property
-    def totals(self) -> tuple[list[int], dict[str, int]]:
-        """Return copies of what is counted, for checkpoints and rollback."""
-        return list(self.counters), dict(self.gathered)
+    def totals(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Return copies of the counts and of `gathered`, for checkpoints and rollback."""
+        return asdict(self.counts), dict(self.gathered)
 
     @totals.setter
-    def totals(self, totals: tuple[list[int], dict[str, int]]) -> None:
-        counters, gathered = totals
-        self.counters, self.gathered = list(counters), dict(gathered)
+    def totals(self, totals: tuple[dict[str, int], dict[str, int]]) -> None:
+        counts, gathered = totals
+        self.counts, self.gathered = stats.TrafficCounts(**counts), dict(gathered)
 
 
 def sum_of_bits(x: torch.Tensor) -> torch.Tensor:
@@ -450,7 +450,7 @@ class Reducer:
             bucket.snapshot()
         self.programs.launch(bucket, context)
 
-    def finish_exchange(self) -> None:
+    def commit_or_roll_back(self) -> None:
         """Commit or roll back the exchange, after all programs have ended.
 
         Raises:
@@ -626,7 +626,7 @@ class Reducer:
                 stats.BucketTotals(b.layout, b.compressor, b.state, self.steps - b.since)
                 for b in filter(self.leads, self.buckets)
             ],
-            stats.Counters(*self.traffic.counters),
+            self.traffic.counts,
             steps=self.steps,
             order=[name for name, _, _ in self.planner.layers] + [name for name, _ in self.beside],
             beside=self.traffic.gathered,

@@ -65,15 +65,16 @@ def save(reducer: Reducer, collectives: Collectives | None = None) -> dict[str, 
     """
     wait_for_copies(reducer.buckets)
     planner, participants, traffic = reducer.planner, reducer.participants, reducer.traffic
-    names, counters = list(traffic.gathered), list(traffic.counters)
+    counters, gathered = traffic.totals
+    names = list(gathered)
     if collectives is not None:  # as many numbers on all ranks
         names = [name for name, _, _ in planner.layers]
-    counts = [traffic.gathered.get(name, 0) for name in names]
+    counts = [gathered.get(name, 0) for name in names]
     if collectives is not None:
         title = f"{planner.name}.counters.consolidated"
-        numbers = torch.tensor([*counters, *counts], device="cpu")
-        numbers = collectives.total(numbers, title, participants.process_set)
-        counters, counts = numbers[: len(counters)].tolist(), numbers[len(counters) :].tolist()
+        numbers = torch.tensor([*counters.values(), *counts], device="cpu")
+        sums = collectives.total(numbers, title, participants.process_set).tolist()
+        counters, counts = dict(zip(counters, sums)), sums[len(counters) :]
     layouts = [bucket.layout for bucket in reducer.buckets]
     saved = schema.describe(planner.compressor, layouts, reducer.steps)
     for entry, bucket in zip(saved["buckets"], reducer.buckets):
@@ -157,7 +158,7 @@ def load(reducer: Reducer, saved: dict[str, Any], remedies: Remedies) -> None:
     if is_own:
         shares = 1 if sharded else saved["size"]  # each rank goes on from the mean
         reducer.traffic.totals = (
-            [count // shares for count in saved["counters"]],
+            {name: count // shares for name, count in saved["counters"].items()},
             {name: count // shares for name, count in saved["gathered"].items()},
         )
     if not planner.ordered:
@@ -202,7 +203,7 @@ class Snapshot(NamedTuple):
     """Whole state of a reducer on one rank, by reference; copy it to keep it for long."""
 
     steps: int
-    totals: tuple[list[int], dict[str, int]]
+    totals: tuple[dict[str, int], dict[str, int]]
     plan: Plan
     states: list[State]
 

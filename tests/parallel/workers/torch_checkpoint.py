@@ -58,7 +58,7 @@ def everything(model, optimizer):
     state = optimizer.state_dict()
     tensors = [v for s in state["state"].values() for v in s.values() if torch.is_tensor(v)]
     tensors += [x for b in state["gradcomp"]["buckets"] for x in b["state"].values()]
-    tensors += [torch.tensor(state["gradcomp"]["counters"])]
+    tensors += [torch.tensor([*state["gradcomp"]["counters"].values()])]
     return digest([p.detach().numpy() for p in model.parameters()] + tensors)
 
 

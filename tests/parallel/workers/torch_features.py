@@ -465,7 +465,7 @@ def watched(folder):
     assert math.isclose(stats.residual_norm, torch.cat(kept).norm(), rel_tol=1e-5)
     reduced = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert math.isclose(stats.gradient_norm, reduced.norm(), rel_tol=1e-5)
-    assert stats.rung_changes > 0 and len(set(hvd.allgather_object(stats.rung_changes))) == 1
+    assert stats.level_changes > 0 and len(set(hvd.allgather_object(stats.level_changes))) == 1
     assert stats.skipped == 0
 
     file = everywhere.with_name(f"all.{hvd.rank()}.jsonl")
