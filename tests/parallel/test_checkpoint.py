@@ -48,7 +48,7 @@ MESSAGES = {
     "nowhere": "there is no checkpoint in",
     "truncated": "rank 1: rank-1-of-2 is damaged: its bytes are not those that were saved",
     "missing": "rank 0: rank-0-of-2 is missing",
-    "other format": "the compressor's state has format 3, this version reads 4",
+    "other format": "the compressor's state has format 3, this version reads 5",
     "foreign": "shared is no checkpoint of this frontend",
     "hostile": "shared is no checkpoint of this frontend",
     "not on one rank": "rank 1: refusing: not here",
