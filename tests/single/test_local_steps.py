@@ -21,6 +21,7 @@ from hvd_gradcomp.algorithms.combined.local_steps import (
     OuterSGD,
     cut,
 )
+from hvd_gradcomp.algorithms.combined.round_length import Round
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.method.compressor import leaves
 from hvd_gradcomp.method.handover import residual_of
@@ -856,11 +857,18 @@ def test_each_fragment_travels_once_a_round(every, warmup, data):
     fragments = data.draw(st.integers(1, every))
     delay = data.draw(st.integers(0, every - 1))
     schedule = LocalSchedule(every, warmup, fragments, delay)
+
+    def round_of(step):
+        number = (step - warmup - 1) // every
+        return Round(warmup + number * every, every, every if number else 0)
+
     for first in range(warmup + 1, warmup + 3 * every):
-        sent = [f for step in range(first, first + every) for f in schedule.sends(step)]
+        steps = range(first, first + every)
+        sent = [f for step in steps for f in schedule.sends(step, round_of(step))]
         assert sorted(sent) == list(range(fragments))
-    for step in range(1, 60):
-        assert schedule.applies(step + delay) == schedule.sends(step)
+    for step in range(warmup + 1, 60):
+        later = step + delay
+        assert schedule.applies(later, round_of(later)) == schedule.sends(step, round_of(step))
 
 
 def test_what_ranks_go_on_from_in_the_warm_up_are_the_parameters_of_now():

@@ -16,6 +16,7 @@ from hvd_gradcomp.algorithms.combined.local_steps import (
     LocalSchedule,
     warn_without_warmup,
 )
+from hvd_gradcomp.algorithms.combined.round_length import Round
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.runtime.local_rounds import (
@@ -38,6 +39,7 @@ from hvd_gradcomp.torch.local.wrapped_optimizer import (
     KEPT,
     WrappedOptimizer,
     device_of,
+    largest_rate,
     loss_of,
     named_of,
 )
@@ -107,7 +109,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
             assert connect_clock is not None
             self.settings = f"{self.settings}, deadline={schedule.deadline}"
             gather = TensorProgressGather(connect_clock(), device_of(named))
-            clock = RoundClock(gather, schedule.every, schedule.deadline)
+            clock = RoundClock(gather, 1, schedule.deadline)  # a round sets its length
         sync = RankSync(connect("sync"), device_of(named))
         options = ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite=nonfinite, scaler=False)
         self._fragments = make_fragments(
@@ -128,6 +130,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
             warmup=self._warmup,
             buffers=self._buffers,
             clock=clock,
+            rate=lambda: largest_rate(optimizer),
         )
         self._claim_parameters("LocalSteps", named)
 
@@ -282,6 +285,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
             "steps": counters.steps,
             "clock": counters.clock,
             "rounds": counters.rounds,
+            "round": list(counters.round),
             "outer": self._outer.state_dict(),
             "fragments": [fragment.save(mode) for fragment in self._fragments],
             "warmup": None if warmup is None else warmup.exchange.save(mode),
@@ -333,6 +337,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         rounds.started, rounds.loaded = saved["started"], True
         for name in ("steps", "clock", "rounds"):
             setattr(rounds.counters, name, saved[name])
+        rounds.counters.round = Round(*saved["round"])
 
     def _check_fits(self, saved: Any) -> None:
         """Check that a state was saved with this schedule, and these parameters.
