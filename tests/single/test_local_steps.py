@@ -175,7 +175,9 @@ def test_after_each_step_and_without_momentum_it_is_averaging(ranks, steps):
 def test_by_default_parameters_are_averaged(module):
     """Without `outer=` it is what was measured to work."""
     make = importlib.import_module(f"hvd_gradcomp.{module}").LocalSteps
-    assert inspect.signature(make).parameters["outer"].default == OuterSGD(lr=1.0, momentum=0.0)
+    defaults = inspect.signature(make).parameters
+    assert defaults["outer"].default == OuterSGD() == OuterSGD(lr=1.0, momentum=0.0)
+    assert (defaults["every"].default, defaults["warmup_steps"].default) == (15, 0)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,8 @@ def test_an_outer_momentum_from_the_first_step_is_warned_of(
 
 
 def test_diloco_begins_with_dense_steps():
-    assert gc.diloco()["warmup_steps"] == 200
+    assert (gc.diloco()["every"], gc.diloco()["warmup_steps"]) == (15, 200)
+    assert gc.diloco()["outer"] == gc.OuterSGD(0.7, 0.9)
     assert gc.sparse_loco()["outer"] == AVERAGING
 
 

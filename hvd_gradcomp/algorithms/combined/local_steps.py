@@ -42,7 +42,9 @@ class OuterSGD:
     """Outer optimizer: SGD with momentum on pseudogradients `D`, as PyTorch computes it.
 
     `v = momentum * v + D`; then `global -= lr * (D + momentum * v)` with Nesterov's momentum, or
-    `global -= lr * v` without. `OuterSGD(lr=1.0, momentum=0.0)` averages the ranks' parameters.
+    `global -= lr * v` without. `OuterSGD()` averages the ranks' parameters, which was never far
+    behind dense gradients where it was measured, and needs no tuning. A momentum can end ahead of
+    it, but only behind dense first steps: `diloco()` has both.
 
     Args:
         lr: learning rate, positive.
@@ -53,8 +55,8 @@ class OuterSGD:
         ValueError: a value is out of range, or Nesterov's momentum is asked for without any.
     """
 
-    lr: float = 0.7
-    momentum: float = 0.9
+    lr: float = 1.0
+    momentum: float = 0.0
     nesterov: bool | None = None
 
     def __post_init__(self) -> None:
@@ -67,7 +69,7 @@ class OuterSGD:
             raise ValueError("OuterSGD: nesterov=True needs a momentum above 0")
 
 
-AVERAGING = OuterSGD(lr=1.0, momentum=0.0)
+AVERAGING = OuterSGD()
 """Averages the ranks' parameters; the default of `LocalSteps`."""
 
 DILOCO = OuterSGD(lr=0.7, momentum=0.9)
@@ -261,16 +263,17 @@ def cut(sizes: Sequence[int], fragments: int) -> list[range]:
     return [range(a, b) for a, b in zip(starts, [*starts[1:], len(sizes)])]
 
 
-def diloco(every: int = 30, warmup_steps: int = 200) -> dict[str, Any]:
+def diloco(every: Every = 15, warmup_steps: int = 200) -> dict[str, Any]:
     """Return the arguments of `LocalSteps` for DiLoCo: dense, outer Nesterov of 0.7 and 0.9.
 
     Douillard et al. 2023 exchange every 500 steps of a large training; shorter ones need shorter
-    rounds. They begin with a pretrained model. Here the first steps average gradients instead:
-    without them the momentum harms a model with small embeddings for good (docs/fewer-exchanges.md
-    has the trainings).
+    rounds, and 15 is what was measured. They begin with a pretrained model. Here the first steps
+    average gradients instead: without them the momentum harms a model with small embeddings for
+    good, where averaging is safe from the first step on (docs/fewer-exchanges.md has the
+    trainings).
 
     Args:
-        every: steps between two exchanges.
+        every: as in `LocalSteps`.
         warmup_steps: dense first steps, a sixth to a third of a short training; 0 for a model that
             was trained before.
 
@@ -282,7 +285,7 @@ def diloco(every: int = 30, warmup_steps: int = 200) -> dict[str, Any]:
     return {"every": every, "outer": DILOCO, "compression": None, "warmup_steps": warmup_steps}
 
 
-def sparse_loco(every: int = 15, chunk: int = 4096, k: int = 64) -> dict[str, Any]:
+def sparse_loco(every: Every = 15, chunk: int = 4096, k: int = 64) -> dict[str, Any]:
     """Return the arguments of `LocalSteps` for SparseLoCo (Sarfi et al. 2025).
 
     Chunked top-k with 2-bit values and a residual that decays by 0.95; the outer optimizer is SGD
