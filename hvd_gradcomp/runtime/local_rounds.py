@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, Protocol
 
@@ -259,6 +260,8 @@ class LocalRounds:
         buffers: averages buffers after the last fragment; None for none.
         clock: says when a round is due, if ranks make different numbers of steps.
         rate: returns the inner optimizer's learning rate; for schedules that follow it.
+        evaluating: context in which the model has the parameters that are evaluated, for an inner
+            optimizer that trains others; these are exchanged. What the user sets is not seen then.
 
     Attributes:
         fragments, counters, warmup: as given.
@@ -280,10 +283,12 @@ class LocalRounds:
         buffers: DenseMeans | None = None,
         clock: RoundClock | None = None,
         rate: Callable[[], float] | None = None,
+        evaluating: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         if schedule.follows_rate and rate is None:
             raise ValueError(f"{schedule} follows the learning rate of an optimizer: pass it")
-        self._rate = rate
+        self._rate, self._trains_others = rate, evaluating is not None
+        self._evaluating = evaluating or nullcontext
         self._failure: Exception | None = None  # of the function that decides lengths
         self._schedule, self.fragments, self._ranks = schedule, list(fragments), ranks
         self.counters, self.warmup, self._buffers, self._clock = counters, warmup, buffers, clock
@@ -332,7 +337,7 @@ class LocalRounds:
             self.loaded = False
             self._compare_loaded()
         for fragment in self.fragments:
-            if not self.warms_up:
+            if not (self.warms_up or self._trains_others):
                 fragment.take_set()
             fragment.resume()
 
@@ -340,8 +345,9 @@ class LocalRounds:
         """Take what was set before the first step as the first global parameters."""
         if not self.started:
             self.started = True
-            for fragment in self.fragments:
-                fragment.take_set()
+            with self._evaluating():
+                for fragment in self.fragments:
+                    fragment.take_set()
 
     def warm_step(self, may_skip: bool) -> None:
         """Average the gradients, and step the inner optimizer; on all ranks or on none.
@@ -399,9 +405,10 @@ class LocalRounds:
             self._set_round(self._round_after(step))
         for number in schedule.sends(step, round_):
             self._compare(number, self.fragments[number].exchange)
-            self.fragments[number].send()
-            if not schedule.delay:
-                self._apply(number)
+            with self._evaluating():
+                self.fragments[number].send()
+                if not schedule.delay:
+                    self._apply(number)
 
     # -- how long a round is -------------------------------------------------------------------
 
@@ -464,19 +471,21 @@ class LocalRounds:
                 before = self.counters.round.length
                 self._set_round(Round(last.begun, last.length, before, self._current_rate()))
             self.counters.clock = last.begun
-            if any(state.moved for state in states):
-                fragment.send()
-                self._apply(number)
-                fragment.hand_out(0.0)
-            else:
-                fragment.after_idle_round()
+            with self._evaluating():
+                if any(state.moved for state in states):
+                    fragment.send()
+                    self._apply(number)
+                    fragment.hand_out(0.0)
+                else:
+                    fragment.after_idle_round()
 
     def discard_steps(self) -> None:
         """Apply what is in flight, and go back to the global parameters without an exchange."""
         for number, fragment in enumerate(self.fragments):
             if fragment.in_flight:
                 self._apply(number)
-            fragment.hand_out(0.0)
+            with self._evaluating():
+                fragment.hand_out(0.0)
 
     # -- the result of an exchange -------------------------------------------------------------
 
@@ -539,11 +548,13 @@ class LocalRounds:
                 self._ranks.noun,
                 max(self.counters.round.length, self.counters.round.before),
             )
-            fragment.hand_out(0.0)
+            with self._evaluating():
+                fragment.hand_out(0.0)
             return
         fragment.step(means)
         assert blend is not None
-        fragment.hand_out(blend)
+        with self._evaluating():
+            fragment.hand_out(blend)
         if self._is_last(number):
             self.counters.rounds += 1
 
@@ -639,8 +650,9 @@ class LocalRounds:
 
     def _take_copies(self) -> None:
         # What ranks know beyond the precision of the model is equal, unless they have diverged.
-        for fragment in self.fragments:
-            fragment.take_copies(keeps_equal=not self._has_diverged)
+        with self._evaluating():
+            for fragment in self.fragments:
+                fragment.take_copies(keeps_equal=not self._has_diverged)
 
     def refresh_copies(self) -> None:
         """Let the global parameters follow in the warm-up, in which ranks are equal."""

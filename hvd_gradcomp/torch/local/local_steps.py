@@ -8,6 +8,7 @@ plain one over them, whose gradients are the reduced pseudogradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from hvd_gradcomp.runtime.local_rounds import (
 from hvd_gradcomp.runtime.round_clock import RoundClock
 from hvd_gradcomp.torch.interop.dynamo import interpreted
 from hvd_gradcomp.torch.interop.inference import outside_inference
+from hvd_gradcomp.torch.interop.schedule_free import evaluating, has_modes
 from hvd_gradcomp.torch.local.averaging import BufferMeans, mean_exchange
 from hvd_gradcomp.torch.local.fragment import Connect, make_fragments, without_local
 from hvd_gradcomp.torch.local.outer import Outer, OuterOptimizer
@@ -131,6 +133,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
             buffers=self._buffers,
             clock=clock,
             rate=lambda: largest_rate(optimizer),
+            evaluating=(lambda: evaluating(optimizer)) if has_modes(optimizer) else None,
         )
         self._claim_parameters("LocalSteps", named)
 
@@ -331,8 +334,12 @@ class LocalStepsOptimizer(WrappedOptimizer):
     def load_rounds(self, state_dict: dict[str, Any]) -> None:
         saved, rounds = state_dict[KEPT], self._rounds
         self._outer.load_state_dict(saved["outer"])
-        for fragment, state in zip(self._fragments, saved["fragments"]):
-            fragment.load(state, saved["started"])
+        loaded = list(zip(self._fragments, saved["fragments"]))
+        # Global parameters are those to evaluate; a rank's own are what they were, in its mode.
+        is_other = has_modes(self.inner) and not all(f.owns(state) for f, state in loaded)
+        with evaluating(self.inner) if is_other else nullcontext():
+            for fragment, state in loaded:
+                fragment.load(state, saved["started"])
         rounds.restart_clock()
         rounds.started, rounds.loaded = saved["started"], True
         for name in ("steps", "clock", "rounds"):
