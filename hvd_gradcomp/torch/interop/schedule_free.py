@@ -32,8 +32,8 @@ def evaluating(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     if not trains:
         yield
         return
-    optimizer.eval()  # type: ignore[attr-defined]
+    optimizer.eval()
     try:
         yield
     finally:
-        optimizer.train()  # type: ignore[attr-defined]
+        optimizer.train()
