@@ -9,6 +9,7 @@ This module imports no framework: the compressors are descriptions, the frontend
 from hvd_gradcomp.algorithms.combined.balanced import balanced
 from hvd_gradcomp.algorithms.combined.local_steps import OuterSGD, diloco, sparse_loco
 from hvd_gradcomp.algorithms.combined.robust import robust
+from hvd_gradcomp.algorithms.combined.round_length import QuadraticRule
 from hvd_gradcomp.algorithms.combined.wrappers import after
 from hvd_gradcomp.algorithms.dense import FP16Compressor, NoneCompressor
 from hvd_gradcomp.algorithms.gradiveq import GradiVeQCompressor
@@ -66,6 +67,7 @@ __all__ = [
     "PayloadError",
     "PowerSGDCompressor",
     "QSGDCompressor",
+    "QuadraticRule",
     "RandomKCompressor",
     "ScaleComCompressor",
     "SignumCompressor",

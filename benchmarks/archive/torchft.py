@@ -30,11 +30,11 @@ import torch.distributed as dist
 from benchmarks.moments import GPT
 from benchmarks.papers import data
 from examples.pytorch.char_lstm import ALPHABET, loss_of
-from hvd_gradcomp import OuterSGD
+from hvd_gradcomp.algorithms.combined.local_steps import DILOCO
 from hvd_gradcomp.torch import ddp
 
 RANKS, WINDOW, WINDOWS = 2, 32, 8
-RATE, DECAY, OUTER = 0.001, 0.01, OuterSGD()
+RATE, DECAY, OUTER = 0.001, 0.01, DILOCO
 TIMEOUT = datetime.timedelta(seconds=60)
 Step = Callable[[], Any]
 

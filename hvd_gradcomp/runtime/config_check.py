@@ -91,6 +91,7 @@ def compare(
     gather: Callable[[Any, Any], list[Any]],
     ranks: Sequence[int] | None,
     refusal: Exception | None,
+    advice: str = "",
 ) -> None:
     """Compare the descriptions of all ranks, which all call it, also those that refuse to go on.
 
@@ -99,6 +100,7 @@ def compare(
         gather: gathers an item of some type from every rank.
         ranks: the numbers of the ranks, if these are not all ranks.
         refusal: error with which this rank refuses; None if it does not.
+        advice: what to do if they differ; see `agree`.
 
     Raises:
         MismatchError: on all ranks, if the descriptions differ, or some ranks alone refuse.
@@ -106,7 +108,7 @@ def compare(
     """
     every = gather({**description, REFUSED: str(refusal or NOTHING)}, Description)
     _raise_refusal(every, ranks, refusal)
-    agree(every, ranks)
+    agree(every, ranks, advice)
 
 
 def _raise_refusal(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from hvd_gradcomp.monitoring.verify import DivergedError
+from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare
 
@@ -21,6 +22,8 @@ class ExchangeState(NamedTuple):
         moved: above 0 if the rank has made a step since it had the global parameters.
         digest: checksum of the global parameters.
         fault: what the frontend has found on this rank, 0 for nothing.
+        begun: steps before the round that is to begin, or has begun.
+        length: its steps; negative if what decides them has failed.
     """
 
     number: int
@@ -30,6 +33,8 @@ class ExchangeState(NamedTuple):
     moved: int
     digest: int
     fault: int
+    begun: int
+    length: int
 
 
 States = Mapping[int, ExchangeState]  # by rank
@@ -71,4 +76,23 @@ def diverged(digests: Mapping[int, int], what: str, remedy: str) -> DivergedErro
         return None
     return DivergedError(
         f"the global {what} of the ranks differ; digests by rank: {digests}. {remedy}"
+    )
+
+
+def different_lengths(states: States) -> MismatchError | None:
+    """Return the error of ranks whose next round has other numbers of steps; None if it has not.
+
+    Ranks that have begun different rounds, where some are lost, are not compared.
+
+    Args:
+        states: of the ranks.
+    """
+    last = max(state.begun for state in states.values())
+    lengths = {rank: state.length for rank, state in states.items() if state.begun == last}
+    if len(set(lengths.values())) == 1:
+        return None
+    return MismatchError(
+        f"every= decides on another number of steps for the round after step {last}, by rank: "
+        f"{lengths}. Let it depend on nothing that differs between ranks: on the step that it is "
+        "given, or a learning rate that is scheduled alike on all of them"
     )

@@ -16,14 +16,17 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, Protocol
 
 from hvd_gradcomp.algorithms.combined.local_steps import LocalSchedule
+from hvd_gradcomp.algorithms.combined.round_length import FIRST, Round
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.exchange_state import (
     ExchangeState,
     States,
+    different_lengths,
     digests_of,
     diverged,
     out_of_step,
@@ -31,7 +34,8 @@ from hvd_gradcomp.runtime.exchange_state import (
 from hvd_gradcomp.runtime.round_clock import RoundClock
 
 LOGGER = logging.getLogger("hvd_gradcomp")
-WARMUP, _LOADED, _FIRST = -1, -2, -3  # in the place of a fragment's number
+WARMUP, _LOADED, _FIRST, _ROUND = -1, -2, -3, -4  # in the place of a fragment's number
+_FAILED = -1  # in the place of a round's length
 Tensors = Sequence[Any]
 Refusal = Callable[[], Optional[Exception]]  # returns the error with which a rank refuses to begin
 
@@ -192,11 +196,13 @@ class Counters(Protocol):
         steps: local steps so far, skipped ones included.
         clock: steps that the schedule counts.
         rounds: exchanges of the whole model that were applied so far.
+        round: that the next local step belongs to, or the last one; of length 0 in the warm-up.
     """
 
     steps: int
     clock: int
     rounds: int
+    round: Round
 
 
 @dataclass
@@ -206,6 +212,7 @@ class RoundCounters:
     steps: int = 0
     clock: int = 0
     rounds: int = 0
+    round: Round = FIRST
 
 
 # -- where ranks may be lost -------------------------------------------------------------------
@@ -252,6 +259,9 @@ class LocalRounds:
         warmup: averages gradients; None without a warm-up, and if the frontend averages them.
         buffers: averages buffers after the last fragment; None for none.
         clock: says when a round is due, if ranks make different numbers of steps.
+        rate: returns the inner optimizer's learning rate; for schedules that follow it.
+        evaluating: context in which the model has the parameters that are evaluated, for an inner
+            optimizer that trains others; these are exchanged. What the user sets is not seen then.
 
     Attributes:
         fragments, counters, warmup: as given.
@@ -272,7 +282,14 @@ class LocalRounds:
         warmup: DenseMeans | None = None,
         buffers: DenseMeans | None = None,
         clock: RoundClock | None = None,
+        rate: Callable[[], float] | None = None,
+        evaluating: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
+        if schedule.follows_rate and rate is None:
+            raise ValueError(f"{schedule} follows the learning rate of an optimizer: pass it")
+        self._rate, self._trains_others = rate, evaluating is not None
+        self._evaluating = evaluating or nullcontext
+        self._failure: Exception | None = None  # of the function that decides lengths
         self._schedule, self.fragments, self._ranks = schedule, list(fragments), ranks
         self.counters, self.warmup, self._buffers, self._clock = counters, warmup, buffers, clock
         self.agreed = self.started = self.loaded = False
@@ -312,13 +329,15 @@ class LocalRounds:
             Exception: that of `refusal`.
         """
         self._start()
+        if self._begins_rounds:
+            self._set_round(self._round_after(self.counters.clock))
         if not (self.agreed and self._compared):
             self._compare_start(refusal)
         if self.loaded:
             self.loaded = False
             self._compare_loaded()
         for fragment in self.fragments:
-            if not self.warms_up:
+            if not (self.warms_up or self._trains_others):
                 fragment.take_set()
             fragment.resume()
 
@@ -326,8 +345,9 @@ class LocalRounds:
         """Take what was set before the first step as the first global parameters."""
         if not self.started:
             self.started = True
-            for fragment in self.fragments:
-                fragment.take_set()
+            with self._evaluating():
+                for fragment in self.fragments:
+                    fragment.take_set()
 
     def warm_step(self, may_skip: bool) -> None:
         """Average the gradients, and step the inner optimizer; on all ranks or on none.
@@ -352,6 +372,9 @@ class LocalRounds:
         self._count_step()
         if self.counters.clock == self._schedule.warmup_steps:
             self._take_copies()
+            self._set_round(self._round_after(self.counters.clock))
+            if not self._schedule.is_constant:
+                self._gather(self._state(_ROUND, self.counters.round))
 
     def end_local_steps(self, steps: int = 1) -> None:
         """Count steps that this rank made alone; exchange what the schedule has for them."""
@@ -374,15 +397,55 @@ class LocalRounds:
             self.commit_protocol.end_step()
 
     def _exchange_due(self) -> None:
-        schedule, step = self._schedule, self.counters.clock
-        for number in schedule.applies(step):
+        schedule, step, round_ = self._schedule, self.counters.clock, self.counters.round
+        for number in schedule.applies(step, round_):
             if self.fragments[number].in_flight:  # not if exchange() has come between
                 self._apply(number)
-        for number in schedule.sends(step):
+        if step == round_.begun + round_.length:  # before a rank can be lost in the exchange
+            self._set_round(self._round_after(step))
+        for number in schedule.sends(step, round_):
             self._compare(number, self.fragments[number].exchange)
-            self.fragments[number].send()
-            if not schedule.delay:
-                self._apply(number)
+            with self._evaluating():
+                self.fragments[number].send()
+                if not schedule.delay:
+                    self._apply(number)
+
+    # -- how long a round is -------------------------------------------------------------------
+
+    @property
+    def _begins_rounds(self) -> bool:
+        """Return True if there is no warm-up, or a state was loaded, and the first round begins."""
+        warm = self.counters.clock < self._schedule.warmup_steps
+        return not warm and not self.counters.round.length
+
+    def _round_after(self, step: int) -> Round:
+        """Return the round that begins after a step; its length is negative if that has failed."""
+        last, rate = self.counters.round, self._current_rate()
+        self._failure = None
+        try:
+            length = self._schedule.length(step, rate, last.rate)
+        except Exception as error:  # of the user's function, perhaps on this rank alone
+            self._failure = ValueError(f"every= fails after {step} steps: {error!r}")
+            self._failure.__cause__ = error
+            length = _FAILED
+        return Round(step, length, last.length, rate)
+
+    def _current_rate(self) -> float:
+        """Return the learning rate that the schedule follows; negative if it follows none."""
+        return -1.0 if self._rate is None or not self._schedule.follows_rate else self._rate()
+
+    def _upcoming_round(self) -> Round:
+        """Return the round that an exchange on request begins: this one if it has no step yet."""
+        now = self.counters.round
+        if self.counters.clock == now.begun:
+            return now
+        return self._round_after(now.begun + now.length)
+
+    def _set_round(self, round_: Round) -> None:
+        """Begin a round; with a deadline its clock has restarted."""
+        self.counters.round = round_
+        if self._clock is not None:
+            self._clock.every = round_.length
 
     def exchange(self, refusal: Refusal = lambda: None) -> None:
         """Exchange all fragments now, at one place on all ranks; see `begin`."""
@@ -400,25 +463,29 @@ class LocalRounds:
         for number, fragment in enumerate(self.fragments):
             if fragment.in_flight:
                 self._apply(number)
-        clock = self.counters.clock
+        upcoming = self._upcoming_round()
         for number, fragment in enumerate(self.fragments):
-            states = self._compare(number, fragment.exchange, requested=True).values()
-            clock = max(state.clock for state in states)
-            if any(state.moved for state in states):
-                fragment.send()
-                self._apply(number)
-                fragment.hand_out(0.0)
-            else:
-                fragment.after_idle_round()
-        every, warm = self._schedule.every, self._schedule.warmup_steps
-        self.counters.clock = warm + -(-(clock - warm) // every) * every
+            states = self._compare(number, fragment.exchange, upcoming).values()
+            last = max(states, key=lambda state: state.begun)
+            if last.begun > self.counters.round.begun:
+                before = self.counters.round.length
+                self._set_round(Round(last.begun, last.length, before, self._current_rate()))
+            self.counters.clock = last.begun
+            with self._evaluating():
+                if any(state.moved for state in states):
+                    fragment.send()
+                    self._apply(number)
+                    fragment.hand_out(0.0)
+                else:
+                    fragment.after_idle_round()
 
     def discard_steps(self) -> None:
         """Apply what is in flight, and go back to the global parameters without an exchange."""
         for number, fragment in enumerate(self.fragments):
             if fragment.in_flight:
                 self._apply(number)
-            fragment.hand_out(0.0)
+            with self._evaluating():
+                fragment.hand_out(0.0)
 
     # -- the result of an exchange -------------------------------------------------------------
 
@@ -479,13 +546,15 @@ class LocalRounds:
                 "%s of some rank were not finite: all ranks go back to the global ones, "
                 "and lose up to %d steps",
                 self._ranks.noun,
-                self._schedule.every,
+                max(self.counters.round.length, self.counters.round.before),
             )
-            fragment.hand_out(0.0)
+            with self._evaluating():
+                fragment.hand_out(0.0)
             return
         fragment.step(means)
         assert blend is not None
-        fragment.hand_out(blend)
+        with self._evaluating():
+            fragment.hand_out(blend)
         if self._is_last(number):
             self.counters.rounds += 1
 
@@ -510,7 +579,7 @@ class LocalRounds:
             self.agreed = True
         made = sum(exchange.made for exchange in exchanges)
         digest = sum(fragment.digest() for fragment in self.fragments)
-        state = ExchangeState(_FIRST, 0, made, self.counters.clock, 0, digest, 0)
+        state = self._state(_FIRST, self.counters.round)._replace(exchanges=made, digest=digest)
         self._gather(state, counts_steps=False)
         self._compared, self._has_diverged = True, False
 
@@ -519,11 +588,17 @@ class LocalRounds:
         places = sum(1 << n for n, fragment in enumerate(self.fragments) if fragment.in_flight)
         # With a deadline each rank loads a state after as many steps as it had made.
         place = places if self._clock is None else self.counters.rounds
-        fault = self._ranks.fault(_LOADED, 0)
-        state = ExchangeState(_LOADED, 0, place, self.counters.clock, 0, 0, fault)
+        state = self._state(_LOADED, self.counters.round)._replace(
+            exchanges=place, fault=self._ranks.fault(_LOADED, 0)
+        )
         self._gather(state, counts_steps=self._clock is None)
 
-    def _compare(self, number: int, exchange: Exchange, requested: bool = False) -> States:
+    def _state(self, number: int, round_: Round) -> ExchangeState:
+        """Return the state of this rank, without exchanges, digest and fault."""
+        clock = self.counters.clock
+        return ExchangeState(number, 0, 0, clock, 0, 0, 0, round_.begun, round_.length)
+
+    def _compare(self, number: int, exchange: Exchange, upcoming: Round | None = None) -> States:
         """Compare what the ranks are about to exchange; return the state of each.
 
         So ranks never wait for what others do not send.
@@ -531,22 +606,27 @@ class LocalRounds:
         Args:
             number: of the fragment, or `WARMUP`.
             exchange: that all ranks are about to start.
-            requested: in `exchange()`, where ranks may have made different numbers of steps.
+            upcoming: round that begins after `exchange()`, where ranks may have made different
+                numbers of steps; None in a step.
 
         Raises:
             OutOfStepError: on all ranks, if it is something else.
             DivergedError: on all ranks, if their global parameters differ.
-            MismatchError: on all ranks, if they train different models.
-            Exception: of `refuse_faults`, on all ranks.
+            MismatchError: on all ranks, if they train different models, or their rounds have
+                different numbers of steps.
+            Exception: of `refuse_faults`, or of the function that decides lengths, on all ranks.
         """
         moved = digest = 0
         if number != WARMUP:
             fragment = self.fragments[number]
             moved, digest = fragment.moved, fragment.digest()
-        fault = self._ranks.fault(number, moved)
         states = self._gather(
-            ExchangeState(
-                number, int(requested), exchange.made, self.counters.clock, moved, digest, fault
+            self._state(number, upcoming or self.counters.round)._replace(
+                explicit=int(upcoming is not None),
+                exchanges=exchange.made,
+                moved=moved,
+                digest=digest,
+                fault=self._ranks.fault(number, moved),
             )
         )
         exchange.agree()
@@ -555,7 +635,9 @@ class LocalRounds:
     def _gather(self, state: ExchangeState, counts_steps: bool = True) -> States:
         rows = self._ranks.gather([*state])
         states = {rank: ExchangeState(*row) for rank, row in rows.items()}
-        if error := out_of_step(states, counts_steps):
+        if any(state.length < 0 for state in states.values()):
+            self._ranks.compare_settings(self._failure)  # raises it, or says whose it is
+        if error := out_of_step(states, counts_steps) or different_lengths(states):
             self._ranks.compare_settings(None)  # different settings may be the reason
             raise error
         if different := diverged(digests_of(states), self._ranks.noun, self._ranks.remedy):
@@ -568,8 +650,9 @@ class LocalRounds:
 
     def _take_copies(self) -> None:
         # What ranks know beyond the precision of the model is equal, unless they have diverged.
-        for fragment in self.fragments:
-            fragment.take_copies(keeps_equal=not self._has_diverged)
+        with self._evaluating():
+            for fragment in self.fragments:
+                fragment.take_copies(keeps_equal=not self._has_diverged)
 
     def refresh_copies(self) -> None:
         """Let the global parameters follow in the warm-up, in which ranks are equal."""

@@ -60,11 +60,13 @@ class RoundClock:
         gather: to the other ranks.
         every: steps of a round.
         deadline: seconds.
+
+    Attributes:
+        every: as given; set anew when a round of another length begins.
     """
 
     def __init__(self, gather: ProgressGather, every: int, deadline: float) -> None:
-        self._gather, self._every, self._deadline = gather, every, deadline
-        self._settings = zlib.crc32(repr((every, float(deadline))).encode())
+        self._gather, self.every, self._deadline = gather, every, deadline
         self.reconnect()
 
     def restart(self) -> None:
@@ -89,7 +91,7 @@ class RoundClock:
         now = time.monotonic()
         lasted, self._last = now - self._last, now
         before, self._steps = self._steps, self._steps + steps
-        if before < self._every <= self._steps:
+        if before < self.every <= self._steps:
             self._ready = now
         new = over = False
         while over or not new:
@@ -115,12 +117,13 @@ class RoundClock:
 
     def _waited(self) -> float:
         """Return the seconds since this rank had made the steps of a round; -1 before."""
-        return time.monotonic() - self._ready if self._steps >= self._every else -1.0
+        return time.monotonic() - self._ready if self._steps >= self.every else -1.0
 
     def _submit(self, requested: bool) -> PendingProgress:
         waited = self._waited()
         milliseconds = int(1e3 * waited) if waited >= 0 else -1
-        progress = RoundProgress(self._steps, milliseconds, int(requested), self._settings)
+        settings = zlib.crc32(repr((self.every, float(self._deadline))).encode())
+        progress = RoundProgress(self._steps, milliseconds, int(requested), settings)
         self._count = (self._count + 1) % 2
         self._pending = self._gather.submit(progress, self._count)
         return self._pending
@@ -132,7 +135,7 @@ class RoundClock:
     def _is_due(self, every: Sequence[RoundProgress]) -> bool:
         if len({progress.settings for progress in every}) > 1:
             return True  # ranks would decide differently; an exchange compares all settings
-        complete = all(progress.steps >= self._every for progress in every)
+        complete = all(progress.steps >= self.every for progress in every)
         return complete or max(progress.waited for progress in every) >= 1e3 * self._deadline
 
 

@@ -23,6 +23,7 @@ from hvd_gradcomp.algorithms.combined.local_steps import (
     cut,
     warn_without_warmup,
 )
+from hvd_gradcomp.algorithms.combined.round_length import Every
 from hvd_gradcomp.algorithms.combined.wrappers import take_over
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.layers import Layer
@@ -33,7 +34,11 @@ from hvd_gradcomp.runtime.unique_names import UniqueNames
 from hvd_gradcomp.tensorflow.comm.horovod import takes_part
 from hvd_gradcomp.tensorflow.comm.round_clock import GraphProgressGather
 from hvd_gradcomp.tensorflow.interop.layers import named_layers, widened
-from hvd_gradcomp.tensorflow.interop.moving_averages import UnknownAverages, averages_of
+from hvd_gradcomp.tensorflow.interop.moving_averages import (
+    UnknownAverages,
+    averages_of,
+    rate_of,
+)
 from hvd_gradcomp.tensorflow.interop.variables import keep_apart, new_variable, plain_variable
 from hvd_gradcomp.tensorflow.local.averaging import BufferAverage, GradientAverage
 from hvd_gradcomp.tensorflow.local.fragments import CounterVariables, GraphFragment
@@ -96,6 +101,9 @@ class LocalSteps(tf.Module):
         variables: what the inner optimizer trains, of TensorFlow or Keras, in the same order on all
             ranks.
         every: steps between two exchanges; 15 to 100 are usual, 500 in DiLoCo's own experiments.
+            Or a `QuadraticRule`, which exchanges more rarely as the rate of `optimizer=` falls; or
+            a function of the steps so far, called when a round begins, which returns its steps, the
+            same on all ranks. With moving averages in `optimizer=` a number.
         outer: settings of the outer optimizer; the default averages variables. A momentum wants
             `warmup_steps`, as `diloco()` gives them.
         compression: of the changes, as in `DistributedGradientTape`. Momentum correction (DGC, EGC)
@@ -121,7 +129,8 @@ class LocalSteps(tf.Module):
             training until the others have, but no longer than this; then all exchange what they
             have, each after its step. So ranks make different numbers of steps, and equally many
             rounds: train until `rounds`, and call no collective of your own in between. Without
-            fragments, delay and hierarchical. None: all make `every` steps, and wait.
+            fragments, delay, hierarchical and `QuadraticRule`. None: all make `every` steps, and
+            wait.
 
     Attributes:
         schedule: of the exchanges.
@@ -142,7 +151,7 @@ class LocalSteps(tf.Module):
     def __init__(
         self,
         variables: Sequence[Any],
-        every: int = 15,
+        every: Every = 15,
         outer: OuterSGD = AVERAGING,
         compression: Any = None,
         *,
@@ -181,6 +190,7 @@ class LocalSteps(tf.Module):
         numbers = _titles.setdefault(process_set.process_set_id, UniqueNames("gradcomp.local"))
         title = f"{numbers.take()}.{process_set.process_set_id}"
         layers, averages = _exchangeable(variables), averages_of(optimizer)
+        _check_every(self.schedule, optimizer, bool(averages))
         self._counters = counters = CounterVariables(fragments)
         self.learning_rate = new_variable("gradcomp_outer_rate", tf.constant(outer.lr, tf.float64))
         self._fragments = [
@@ -199,7 +209,7 @@ class LocalSteps(tf.Module):
                 outer,
                 self.learning_rate,
                 averages,
-                every,
+                every if isinstance(every, int) else 0,  # there are no averages then
                 is_delayed=bool(delay),
             )
             for number, part in enumerate(cut([prod(s) for _, s, _ in layers], fragments))
@@ -217,7 +227,9 @@ class LocalSteps(tf.Module):
             title, process_set, settings, layers, self.reducers, self._averages
         )
         self._gather = GraphProgressGather(title, process_set)
-        clock = None if deadline is None else RoundClock(self._gather, every, deadline)
+        clock = None  # a round sets its length
+        if deadline is not None:
+            clock = RoundClock(self._gather, 1, deadline)
         self._machine = LocalRounds(
             self.schedule,
             self._fragments,
@@ -225,10 +237,11 @@ class LocalSteps(tf.Module):
             counters,
             buffers=self._buffers,
             clock=clock,
+            rate=None if optimizer is None else lambda: rate_of(optimizer),
         )
         # Checkpoints know the variables by the names of these attributes.
         self._steps, self._clock = counters.steps_variable, counters.clock_variable
-        self._rounds = counters.rounds_variable
+        self._rounds, self._round = counters.rounds_variable, counters.round_variable
         self._moved, self._sent = counters.moved, counters.sent
         reducers = *self.reducers, *self.others
         self.kept = [v for fragment in self._fragments for v in fragment.variables]
@@ -505,6 +518,23 @@ def _check_use(
         raise ValueError(
             "moments of samples or micro-batches are those of gradients, and what is exchanged is "
             f"the change of variables over several steps: pass moments='step'. It is {compressor}"
+        )
+
+
+def _check_every(schedule: LocalSchedule, optimizer: Optimizer | None, has_averages: bool) -> None:
+    """Check that rounds can have the lengths that they are to have.
+
+    Raises:
+        ValueError: the rate that decides them is not known, or moving averages count their steps.
+    """
+    if schedule.follows_rate and optimizer is None:
+        raise ValueError(
+            f"every={schedule.every} follows the learning rate: pass optimizer=, the inner one"
+        )
+    if has_averages and not schedule.is_constant:
+        raise ValueError(
+            "an optimizer with use_ema=True counts each exchange as every= steps: give every= a "
+            "number"
         )
 
 

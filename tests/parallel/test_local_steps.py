@@ -20,6 +20,9 @@ MESSAGES = {
     "around_ddp": "hvd.DistributedOptimizer and DistributedDataParallel would both exchange",
     "wrapped_by_ddp_later": "and DistributedDataParallel would both exchange the same parameters",
     "momenta_of_sgd": "TypeError: MomentumExchange takes",
+    "lengths": "another number of steps for the round after step 4, by rank: {0: 2, 1: 3",
+    "fails_alone": "ZeroDivisionError",
+    "rates": "another number of steps for the round after step",
 }
 
 
@@ -48,6 +51,8 @@ def test_torch_over_horovod(ranks, backend, tmp_path):
         assert shared == loaded
         assert end == results[0]["consolidated"][2]
         assert len(set(result["ddp"])) == 1
+        whole, again = result["grown"]
+        assert whole == again == results[0]["grown"][0] and whole[0] < 30 // 3
         assert result["handed out"] == results[0]["handed out"]
         assert result["skipped"] == results[0]["skipped"]
         for name, (steps, *end) in result["slow"].items():
@@ -59,6 +64,8 @@ def test_torch_over_horovod(ranks, backend, tmp_path):
 
 TENSORFLOW_MESSAGES = {
     "every": "MismatchError",
+    "lengths": "another number of steps for the round after step 4, by rank: {0: 2, 1: 3",
+    "fails alone": "ZeroDivisionError",
     "deadline": "deadline=1.0",
     "no deadline": "deadline=2.0",
     "fit deadline": "deadline=1.0",

@@ -21,6 +21,7 @@ from hvd_gradcomp.algorithms.combined.local_steps import (
     OuterSGD,
     cut,
 )
+from hvd_gradcomp.algorithms.combined.round_length import Round
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.method.compressor import leaves
 from hvd_gradcomp.method.handover import residual_of
@@ -174,7 +175,9 @@ def test_after_each_step_and_without_momentum_it_is_averaging(ranks, steps):
 def test_by_default_parameters_are_averaged(module):
     """Without `outer=` it is what was measured to work."""
     make = importlib.import_module(f"hvd_gradcomp.{module}").LocalSteps
-    assert inspect.signature(make).parameters["outer"].default == OuterSGD(lr=1.0, momentum=0.0)
+    defaults = inspect.signature(make).parameters
+    assert defaults["outer"].default == OuterSGD() == OuterSGD(lr=1.0, momentum=0.0)
+    assert (defaults["every"].default, defaults["warmup_steps"].default) == (15, 0)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +204,8 @@ def test_an_outer_momentum_from_the_first_step_is_warned_of(
 
 
 def test_diloco_begins_with_dense_steps():
-    assert gc.diloco()["warmup_steps"] == 200
+    assert (gc.diloco()["every"], gc.diloco()["warmup_steps"]) == (15, 200)
+    assert gc.diloco()["outer"] == gc.OuterSGD(0.7, 0.9)
     assert gc.sparse_loco()["outer"] == AVERAGING
 
 
@@ -856,11 +860,18 @@ def test_each_fragment_travels_once_a_round(every, warmup, data):
     fragments = data.draw(st.integers(1, every))
     delay = data.draw(st.integers(0, every - 1))
     schedule = LocalSchedule(every, warmup, fragments, delay)
+
+    def round_of(step):
+        number = (step - warmup - 1) // every
+        return Round(warmup + number * every, every, every if number else 0)
+
     for first in range(warmup + 1, warmup + 3 * every):
-        sent = [f for step in range(first, first + every) for f in schedule.sends(step)]
+        steps = range(first, first + every)
+        sent = [f for step in steps for f in schedule.sends(step, round_of(step))]
         assert sorted(sent) == list(range(fragments))
-    for step in range(1, 60):
-        assert schedule.applies(step + delay) == schedule.sends(step)
+    for step in range(warmup + 1, 60):
+        later = step + delay
+        assert schedule.applies(later, round_of(later)) == schedule.sends(step, round_of(step))
 
 
 def test_what_ranks_go_on_from_in_the_warm_up_are_the_parameters_of_now():

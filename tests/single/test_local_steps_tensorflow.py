@@ -16,6 +16,7 @@ skip_without_keras_3()
 import hvd_gradcomp.tensorflow as hvd  # noqa: E402
 import hvd_gradcomp.tensorflow.keras as hvd_keras  # noqa: E402
 from hvd_gradcomp.algorithms.combined.local_steps import DILOCO, LocalSchedule, cut  # noqa: E402
+from hvd_gradcomp.algorithms.combined.round_length import Round  # noqa: E402
 from hvd_gradcomp.method.compressor import leaves  # noqa: E402
 from hvd_gradcomp.tensorflow.reduce.reducer import require_one_replica  # noqa: E402
 from tests.methods import ONE_OF_EACH, ONE_OF_TODAY  # noqa: E402
@@ -363,7 +364,7 @@ def test_moving_averages_are_those_of_the_global_variables(fragments, around):
         pieces = [g[a:b].reshape(v.shape) for a, b, v in zip(ENDS, ENDS[1:], variables)]
         optimizer.apply([tf.constant(piece) for piece in pieces], variables)
         local.step()
-        for number in local.schedule.sends(step):
+        for number in local.schedule.sends(step, Round((step - 1) // 3 * 3, 3)):
             at = slice(ENDS[parts[number].start], ENDS[parts[number].stop])
             wanted[at] = past * wanted[at] + (1 - past) * globals_of(local)[at]
     if fragments == 1:
@@ -373,6 +374,14 @@ def test_moving_averages_are_those_of_the_global_variables(fragments, around):
         [v.numpy().reshape(-1) for f in local._machine.fragments for v in f.averages.variables]
     )
     np.testing.assert_allclose(kept, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimizer_with_moving_averages_takes_a_number():
+    variables = [keras.Variable(v.numpy()) for v in network()]
+    optimizer = averaging()
+    optimizer.build(variables)
+    with pytest.raises(ValueError, match="give every= a number"):
+        hvd.LocalSteps(variables, grows, optimizer=optimizer)
 
 
 def test_an_optimizer_with_moving_averages_has_to_be_known():
@@ -435,13 +444,18 @@ def test_variables_that_are_not_finite():
         train(variables, local, 1, 2)
 
 
+def grows(step):
+    return 3 + step // 5
+
+
+@pytest.mark.parametrize("every", [4, grows], ids=["number", "function"])
 @pytest.mark.parametrize("cut_at", [3, 5, 6, 8])
-def test_tensorflow_s_checkpoint_resumes_to_the_bit(cut_at, tmp_path):
+def test_tensorflow_s_checkpoint_resumes_to_the_bit(cut_at, every, tmp_path):
     how = {"warmup_steps": 2, "fragments": 2, "delay": 2}
 
     def start():
         variables = network()
-        local = hvd.LocalSteps(variables, 4, compression=hvd.SparseGDCompressor(0.1), **how)
+        local = hvd.LocalSteps(variables, every, compression=hvd.SparseGDCompressor(0.1), **how)
         return variables, local, tf.train.Checkpoint(local=local, variables=variables)
 
     whole, kept, _ = start()
@@ -526,6 +540,8 @@ REFUSED = {
     "got nan": {"deadline": float("nan")},
     "which fragments= and delay=": {"deadline": 1.0, "fragments": 2},
     "leave them out with a deadline": {"deadline": 1.0, "delay": 1},
+    "follows the rate": {"deadline": 1.0, "every": hvd.QuadraticRule(0.1)},
+    "pass optimizer=, the inner one": {"every": hvd.QuadraticRule(0.1)},
 }
 
 
@@ -801,6 +817,27 @@ def test_fit_with_several_steps_an_execution():
     for bad in ({"every": 3}, {"every": 4, "fragments": 4}, {"every": 4, "warmup_steps": 1}):
         with pytest.raises(ValueError, match="multiples of steps_per_execution=2"):
             fit(compiled(steps_per_execution=2), [hvd_keras.callbacks.LocalSteps(**bad)])
+    with pytest.raises(ValueError, match="every= has to be a number"):
+        callback = hvd_keras.callbacks.LocalSteps(hvd.QuadraticRule(0.1))
+        fit(compiled(steps_per_execution=2), [callback])
+
+
+def test_rounds_of_fit_follow_the_rate():
+    """A rate that falls by half after each epoch of 6 batches: rounds of 3, then of 12."""
+    model = compiled()
+    model.optimizer.learning_rate = 0.05
+    rule = hvd.QuadraticRule(0.05 * 3**0.5, base=3)
+    callback = hvd_keras.callbacks.LocalSteps(rule, at_epoch_end=False)
+    rounds = []
+
+    class Halved(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            rounds.append(callback.local.rounds)
+            self.model.optimizer.learning_rate = 0.05 / 2 ** (epoch + 1)
+
+    fit(model, [callback, Halved()], epochs=5)
+    # Decided at the end of a round: at steps 3 and 6 by 0.05, at step 9 by 0.025.
+    assert rounds == [2, 3, 3, 4, 4]
 
 
 def test_fit_averages_gradients_during_warmup():

@@ -16,11 +16,19 @@ Here is what a step is due to do, and the outer optimizer's settings. The fronte
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+from hvd_gradcomp.algorithms.combined.round_length import (
+    Every,
+    QuadraticRule,
+    Round,
+    called,
+    length_of,
+)
 from hvd_gradcomp.algorithms.sparse.chunked_topk import ChunkedTopKCompressor
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.method.compressor import Compressor
@@ -34,7 +42,9 @@ class OuterSGD:
     """Outer optimizer: SGD with momentum on pseudogradients `D`, as PyTorch computes it.
 
     `v = momentum * v + D`; then `global -= lr * (D + momentum * v)` with Nesterov's momentum, or
-    `global -= lr * v` without. `OuterSGD(lr=1.0, momentum=0.0)` averages the ranks' parameters.
+    `global -= lr * v` without. `OuterSGD()` averages the ranks' parameters, which was never far
+    behind dense gradients where it was measured, and needs no tuning. A momentum can end ahead of
+    it, but only behind dense first steps: `diloco()` has both.
 
     Args:
         lr: learning rate, positive.
@@ -45,8 +55,8 @@ class OuterSGD:
         ValueError: a value is out of range, or Nesterov's momentum is asked for without any.
     """
 
-    lr: float = 0.7
-    momentum: float = 0.9
+    lr: float = 1.0
+    momentum: float = 0.0
     nesterov: bool | None = None
 
     def __post_init__(self) -> None:
@@ -59,7 +69,7 @@ class OuterSGD:
             raise ValueError("OuterSGD: nesterov=True needs a momentum above 0")
 
 
-AVERAGING = OuterSGD(lr=1.0, momentum=0.0)
+AVERAGING = OuterSGD()
 """Averages the ranks' parameters; the default of `LocalSteps`."""
 
 DILOCO = OuterSGD(lr=0.7, momentum=0.9)
@@ -88,15 +98,18 @@ def warn_without_warmup(momentum: float, compressor: Compressor, warmup_steps: i
 class LocalSchedule:
     """Schedule of local steps: when which part of the parameters is exchanged.
 
-    Steps count from 1. With several fragments, one after another is sent, `every / fragments` steps
-    apart, so that traffic is even; each is sent once in `every` steps.
+    Steps count from 1. After those of the warm-up come rounds. In each round every fragment is sent
+    once, one after another, `length / fragments` steps apart, so that traffic is even.
 
     Args:
-        every: steps between two exchanges of the same parameters, at least 1.
+        every: steps of a round: a number, at least 1; a `QuadraticRule`; or a function that is
+            given the steps so far when a round begins, and returns its steps. It is called when
+            the step before the round ends, and has to return the same on all ranks. Steps that
+            `exchange()` has cut off a round count as made.
         warmup_steps: first steps, in which the ranks average their gradients in every step, dense,
             as without local steps.
-        fragments: parts that are exchanged in turn, at most `every`.
-        delay: steps between sending a fragment and applying the result, less than `every`. The
+        fragments: parts that are exchanged in turn, at most as many as a round has steps.
+        delay: steps between sending a fragment and applying the result, fewer than a round has. The
             exchange overlaps with them.
         blend: weight of a rank's own parameters where a result is applied:
             `blend * own + (1 - blend) * global`, in [0, 1). None for 0.5 with a delay, as in
@@ -107,25 +120,37 @@ class LocalSchedule:
 
     Raises:
         ValueError: a value is out of range; fragments or a delay, which count steps, and a
-            deadline.
+            deadline; a deadline and a rule that follows the learning rate, which differs between
+            ranks that have made different numbers of steps.
 
-    >>> schedule = LocalSchedule(every=4, fragments=2, delay=1)
-    >>> [(step, schedule.sends(step), schedule.applies(step)) for step in range(2, 6)]
-    [(2, [0], []), (3, [], [0]), (4, [1], []), (5, [], [1])]
+    >>> schedule, round_ = LocalSchedule(every=4, fragments=2, delay=1), Round(begun=0, length=4)
+    >>> [(step, schedule.sends(step, round_), schedule.applies(step, round_)) for step in (2, 3, 4)]
+    [(2, [0], []), (3, [], [0]), (4, [1], [])]
+    >>> schedule.applies(5, Round(begun=4, length=4, before=4))
+    [1]
+    >>> LocalSchedule(lambda step: 5 if step < 1000 else 15)
+    LocalSchedule(every=<lambda>, warmup_steps=0, fragments=1, delay=0, blend=0.0)
     """
 
-    every: int = 15
+    every: Every = 15
     warmup_steps: int = 0
     fragments: int = 1
     delay: int = 0
     blend: float | None = None
-    deadline: float | None = field(default=None, repr=False)
+    deadline: float | None = None
+
+    def __repr__(self) -> str:
+        values = {**vars(self), "every": called(self.every)}
+        del values["deadline"]
+        return f"LocalSchedule({', '.join(f'{name}={value}' for name, value in values.items())})"
 
     def __post_init__(self) -> None:
-        validate.whole(self, "every", low=1)
+        if isinstance(self.every, type) or (not callable(self.every) and not self.follows_rate):
+            validate.whole(self, "every", low=1)
         validate.whole(self, "warmup_steps", low=0)
-        validate.whole(self, "fragments", low=1, high=self.every)
-        validate.whole(self, "delay", low=0, high=self.every - 1)
+        fewest = self._fewest_steps
+        validate.whole(self, "fragments", low=1, high=fewest)
+        validate.whole(self, "delay", low=0, high=fewest - 1)
         if self.blend is None:
             validate.stands_for(self, "blend", 0.5 if self.delay else 0.0)
         validate.real(self, "blend", low=0, high=1, closed="[")
@@ -141,6 +166,43 @@ class LocalSchedule:
                 "deadline= lets ranks make different numbers of steps, which fragments= and delay= "
                 "count: leave them out with a deadline"
             )
+        if self.follows_rate:
+            raise ValueError(
+                "deadline= lets ranks make different numbers of steps, so that their learning "
+                f"rates differ, and every={self.every} follows the rate: give every= a number or "
+                "a function of the step with a deadline"
+            )
+
+    @property
+    def _fewest_steps(self) -> int | float:
+        """Return the fewest steps of a round that are known before it begins."""
+        if isinstance(self.every, QuadraticRule):
+            return self.every.base
+        return self.every if isinstance(self.every, int) else math.inf
+
+    @property
+    def is_constant(self) -> bool:
+        """Return True if all rounds have as many steps."""
+        return isinstance(self.every, int)
+
+    @property
+    def follows_rate(self) -> bool:
+        """Return True if the learning rate decides the steps of a round."""
+        return isinstance(self.every, QuadraticRule)
+
+    def length(self, step: int, rate: float, last_rate: float) -> int:
+        """Return the steps of the round that begins after a step.
+
+        Args:
+            step: the number of the step.
+            rate: the inner optimizer's learning rate; any if the rule does not follow it.
+            last_rate: the rate of the round before; negative for the first round.
+
+        Raises:
+            ValueError: the user's function returns no such number.
+        """
+        shortest = max(self.fragments, self.delay + 1)
+        return length_of(self.every, step, rate, last_rate, shortest)
 
     def check_averages_in_hosts(self) -> None:
         """Check that ranks of a host can average their gradients in every step.
@@ -158,19 +220,23 @@ class LocalSchedule:
         """Return True if gradients are averaged in this step."""
         return step <= self.warmup_steps
 
-    def sends(self, step: int) -> list[int]:
-        """Return the fragments that are sent at the end of a step."""
-        alone = step - self.warmup_steps
-        if alone < 1:
+    def sends(self, step: int, round_: Round) -> list[int]:
+        """Return the fragments that are sent at the end of a step of a round."""
+        at = step - round_.begun
+        if at < 1:
             return []
-        return [f for f in range(self.fragments) if (alone - self._place(f)) % self.every == 0]
+        parts = range(self.fragments)
+        return [f for f in parts if (f + 1) * round_.length // self.fragments == at]
 
-    def applies(self, step: int) -> list[int]:
-        """Return the fragments whose result is applied at the end of a step."""
-        return self.sends(step - self.delay) if step > self.delay else []
+    def applies(self, step: int, round_: Round) -> list[int]:
+        """Return the fragments whose result is applied at the end of a step of a round.
 
-    def _place(self, fragment: int) -> int:
-        return (fragment + 1) * self.every // self.fragments
+        They may have been sent in the round before.
+        """
+        sent = step - self.delay
+        if sent <= round_.begun:
+            round_ = Round(round_.begun - round_.before, round_.before)
+        return self.sends(sent, round_)
 
 
 def cut(sizes: Sequence[int], fragments: int) -> list[range]:
@@ -197,16 +263,17 @@ def cut(sizes: Sequence[int], fragments: int) -> list[range]:
     return [range(a, b) for a, b in zip(starts, [*starts[1:], len(sizes)])]
 
 
-def diloco(every: int = 30, warmup_steps: int = 200) -> dict[str, Any]:
+def diloco(every: Every = 15, warmup_steps: int = 200) -> dict[str, Any]:
     """Return the arguments of `LocalSteps` for DiLoCo: dense, outer Nesterov of 0.7 and 0.9.
 
     Douillard et al. 2023 exchange every 500 steps of a large training; shorter ones need shorter
-    rounds. They begin with a pretrained model. Here the first steps average gradients instead:
-    without them the momentum harms a model with small embeddings for good (docs/fewer-exchanges.md
-    has the trainings).
+    rounds, and 15 is what was measured. They begin with a pretrained model. Here the first steps
+    average gradients instead: without them the momentum harms a model with small embeddings for
+    good, where averaging is safe from the first step on (docs/fewer-exchanges.md has the
+    trainings).
 
     Args:
-        every: steps between two exchanges.
+        every: as in `LocalSteps`.
         warmup_steps: dense first steps, a sixth to a third of a short training; 0 for a model that
             was trained before.
 
@@ -218,7 +285,7 @@ def diloco(every: int = 30, warmup_steps: int = 200) -> dict[str, Any]:
     return {"every": every, "outer": DILOCO, "compression": None, "warmup_steps": warmup_steps}
 
 
-def sparse_loco(every: int = 15, chunk: int = 4096, k: int = 64) -> dict[str, Any]:
+def sparse_loco(every: Every = 15, chunk: int = 4096, k: int = 64) -> dict[str, Any]:
     """Return the arguments of `LocalSteps` for SparseLoCo (Sarfi et al. 2025).
 
     Chunked top-k with 2-bit values and a residual that decays by 0.95; the outer optimizer is SGD

@@ -46,6 +46,12 @@ def inner_optimizers(optimizer: Optimizer | None) -> Iterator[Optimizer]:
         yield from inner_optimizers(inner)
 
 
+def rate_of(optimizer: Optimizer) -> float:
+    """Return an optimizer's learning rate, the largest of those inside of it."""
+    rates = [getattr(each, "learning_rate", None) for each in inner_optimizers(optimizer)]
+    return max(float(rate) for rate in rates if rate is not None)
+
+
 def averages_of(optimizer: Optimizer | None) -> dict[int, MovingAverage]:
     """Return the moving averages that an optimizer keeps, by the `id` of TensorFlow's variable."""
     return {

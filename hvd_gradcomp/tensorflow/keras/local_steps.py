@@ -12,6 +12,7 @@ import keras
 import tensorflow as tf
 
 from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, LocalSchedule, OuterSGD
+from hvd_gradcomp.algorithms.combined.round_length import Every
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.tensorflow import local_steps
 from hvd_gradcomp.tensorflow.broadcast_state import broadcast_variables
@@ -53,7 +54,8 @@ class LocalSteps(keras.callbacks.Callback):
         hvd.load_checkpoint(folder, model=model, local=local.build(model))
 
     Args:
-        every: batches between two exchanges.
+        every: batches between two exchanges; a number, a `QuadraticRule`, or a function of the
+            batches so far, as in `hvd.LocalSteps`; with `steps_per_execution` a number.
         outer, compression, fragments, delay, blend: as in `hvd.LocalSteps`.
         warmup_steps: first batches, in which gradients are averaged in every step, dense. It sets
             `model.jit_compile = False`, since Horovod's collectives are no XLA operations.
@@ -83,7 +85,7 @@ class LocalSteps(keras.callbacks.Callback):
 
     def __init__(
         self,
-        every: int = 15,
+        every: Every = 15,
         outer: OuterSGD = AVERAGING,
         compression: Any = None,
         *,
@@ -248,6 +250,15 @@ class LocalSteps(keras.callbacks.Callback):
             )
         if refusal := self._refuse_other_optimizer(self.model):
             return refusal
+        if not isinstance(schedule.every, int):
+            return (
+                ""
+                if together == 1
+                else (
+                    f"with steps_per_execution={together} every= has to be a number, and is "
+                    f"{schedule.every}"
+                )
+            )
         parts = schedule.every / schedule.fragments, schedule.delay, schedule.warmup_steps
         if any(part % together for part in parts):
             return (

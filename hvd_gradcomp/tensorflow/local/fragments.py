@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvd_gradcomp.algorithms.combined.local_steps import OuterSGD
+from hvd_gradcomp.algorithms.combined.round_length import FIRST, Round
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.local_rounds import Exchange, Fragment
 from hvd_gradcomp.tensorflow.interop.moving_averages import GlobalAverages, MovingAverage
@@ -44,6 +45,7 @@ class CounterVariables:
 
     Attributes:
         steps_variable, clock_variable, rounds_variable: of the counts, for graphs and checkpoints.
+        round_variable: the fields of the round, in float64.
         moved: by fragment, steps since this rank had the global variables.
         sent: by fragment, what is in flight.
     """
@@ -57,8 +59,21 @@ class CounterVariables:
         self.steps_variable = new_variable("gradcomp_local_steps", zero)
         self.clock_variable = new_variable("gradcomp_local_clock", zero)
         self.rounds_variable = new_variable("gradcomp_local_rounds", zero)
+        first = tf.constant(FIRST, tf.float64)
+        self.round_variable = new_variable("gradcomp_local_round", first)
         self.moved = new_variable("gradcomp_local_moved", zeros)
         self.sent = new_variable("gradcomp_local_sent", zeros)
+
+    @property
+    def round(self) -> Round:
+        """Return the round that the next local step belongs to."""
+        *counts, rate = self.round_variable.numpy().tolist()
+        begun, length, before = map(int, counts)
+        return Round(begun, length, before, rate)
+
+    @round.setter
+    def round(self, round_: Round) -> None:
+        self.round_variable.assign(round_)
 
 
 class GraphExchange(Exchange):

@@ -55,7 +55,6 @@ class GraphRankChannel:
 
     def compare_settings(self, refusal: Exception | None) -> None:
         """Compare what is trained, and how; then averages in hosts may begin."""
-        del refusal
         description = config_check.describe(
             self._layers,
             self._reducers[0].compressor,
@@ -64,9 +63,9 @@ class GraphRankChannel:
             framework=f"tensorflow {tf.__version__}",
             horovod=horovod_version,
         )
-        every = self._gather(description, config_check.Description)
         advice = "Give LocalSteps the same variables and arguments on all ranks"
-        config_check.agree(every, self._process_set.ranks, advice)
+        ranks = self._process_set.ranks
+        config_check.compare(description, self._gather, ranks, refusal, advice)
         self._averages.connect(self.title, self._reducers[0].participants)
 
     def gather(self, row: Sequence[int]) -> dict[int, list[int]]:

@@ -11,6 +11,7 @@ import torch
 from horovod.torch import mpi_ops
 
 from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, LocalSchedule
+from hvd_gradcomp.algorithms.combined.round_length import Every
 from hvd_gradcomp.runtime import hierarchy
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch.comm import horovod as comm_horovod
@@ -28,7 +29,7 @@ from hvd_gradcomp.torch.reduce.reducer_state import OF_OPTIMIZERS
 def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    every: int = 15,
+    every: Every = 15,
     outer: Outer = AVERAGING,
     compression: Any = None,
     *,
@@ -70,6 +71,9 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
         optimizer: the inner one, any `torch.optim.Optimizer`; it keeps its own state on each rank.
         named_parameters: usually `model.named_parameters()`; named by place if None.
         every: steps between two exchanges; 15 to 100 are usual, 500 in DiLoCo's own experiments.
+            Or a `QuadraticRule`, which exchanges more rarely as the learning rate falls; or a
+            function of the steps so far, called when a round begins, which returns its steps, the
+            same on all ranks.
         outer: the outer optimizer's settings, an `OuterSGD`, or a function that makes an optimizer
             from the list of global parameters. The default averages the ranks' parameters. A
             momentum wants `warmup_steps`, unless the model was trained before: see `diloco`.
@@ -92,7 +96,8 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
             training until the others have, but no longer than this; then all exchange what they
             have, each after its step. So ranks make different numbers of steps, and equally many
             rounds: train until `optimizer.rounds`, and call no collective of your own in between.
-            Without fragments, delay and hierarchical. None: all make `every` steps, and wait.
+            Without fragments, delay, hierarchical and `QuadraticRule`. None: all make `every`
+            steps, and wait.
 
     Returns:
         A `torch.optim.Optimizer`, with the inner one's groups, state and hooks, and `exchange()`,

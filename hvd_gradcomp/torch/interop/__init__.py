@@ -5,6 +5,7 @@ autograd_callbacks   the end of a backward
 ddp_reduction        the reduction of DistributedDataParallel, found and switched off
 dynamo               code that compilers must not trace
 inference            state is made outside of `torch.inference_mode`
+schedule_free        optimizers that train other parameters than those to evaluate
 dcp                  values that `torch.distributed.checkpoint` saves a rank
 owners               the modules that own parameters
 safetensors_file     checkpoints as safetensors

@@ -172,7 +172,7 @@ class TensorFragment(Fragment):
             saved: of any rank; one that is not this rank's own gives the global parameters.
             started: set the model's parameters as well: the training had begun.
         """
-        is_own = self._is_own(saved)
+        is_own = self.owns(saved)
         self.exchange.abort()
         for c, value in zip(self.copies, saved["global"]):
             c.copy_(value)
@@ -184,7 +184,7 @@ class TensorFragment(Fragment):
             for p, value in zip(self.parameters, saved["local"] if is_own else saved["global"]):
                 p.copy_(value)
 
-    def _is_own(self, saved: dict[str, Any]) -> bool:
+    def owns(self, saved: dict[str, Any]) -> bool:
         """Return True if a state was saved by this rank, with its own parameters."""
         process_set = self.exchange.reducer.participants.process_set
         return saved["local"] is not None and saved["exchange"]["rank"] == process_set.rank()

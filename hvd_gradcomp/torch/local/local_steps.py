@@ -8,6 +8,7 @@ optimizer is a plain one over them, whose gradients are the reduced pseudogradie
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hvd_gradcomp.algorithms.combined.local_steps import (
     LocalSchedule,
     warn_without_warmup,
 )
+from hvd_gradcomp.algorithms.combined.round_length import Round
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.runtime.local_rounds import (
@@ -27,6 +29,7 @@ from hvd_gradcomp.runtime.local_rounds import (
 from hvd_gradcomp.runtime.round_clock import RoundClock
 from hvd_gradcomp.torch.interop.dynamo import interpreted
 from hvd_gradcomp.torch.interop.inference import outside_inference
+from hvd_gradcomp.torch.interop.schedule_free import evaluating, has_modes
 from hvd_gradcomp.torch.local.averaging import BufferMeans, mean_exchange
 from hvd_gradcomp.torch.local.fragment import Connect, make_fragments, without_local
 from hvd_gradcomp.torch.local.outer import Outer, OuterOptimizer
@@ -38,6 +41,7 @@ from hvd_gradcomp.torch.local.wrapped_optimizer import (
     KEPT,
     WrappedOptimizer,
     device_of,
+    largest_rate,
     loss_of,
     named_of,
 )
@@ -107,7 +111,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
             assert connect_clock is not None
             self.settings = f"{self.settings}, deadline={schedule.deadline}"
             gather = TensorProgressGather(connect_clock(), device_of(named))
-            clock = RoundClock(gather, schedule.every, schedule.deadline)
+            clock = RoundClock(gather, 1, schedule.deadline)  # a round sets its length
         sync = RankSync(connect("sync"), device_of(named))
         options = ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite=nonfinite, scaler=False)
         self._fragments = make_fragments(
@@ -128,6 +132,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
             warmup=self._warmup,
             buffers=self._buffers,
             clock=clock,
+            rate=lambda: largest_rate(optimizer),
+            evaluating=(lambda: evaluating(optimizer)) if has_modes(optimizer) else None,
         )
         self._claim_parameters("LocalSteps", named)
 
@@ -282,6 +288,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
             "steps": counters.steps,
             "clock": counters.clock,
             "rounds": counters.rounds,
+            "round": list(counters.round),
             "outer": self._outer.state_dict(),
             "fragments": [fragment.save(mode) for fragment in self._fragments],
             "warmup": None if warmup is None else warmup.exchange.save(mode),
@@ -327,12 +334,17 @@ class LocalStepsOptimizer(WrappedOptimizer):
     def load_rounds(self, state_dict: dict[str, Any]) -> None:
         saved, rounds = state_dict[KEPT], self._rounds
         self._outer.load_state_dict(saved["outer"])
-        for fragment, state in zip(self._fragments, saved["fragments"]):
-            fragment.load(state, saved["started"])
+        loaded = list(zip(self._fragments, saved["fragments"]))
+        # Global parameters are those to evaluate; a rank's own are what they were, in its mode.
+        is_other = has_modes(self.inner) and not all(f.owns(state) for f, state in loaded)
+        with evaluating(self.inner) if is_other else nullcontext():
+            for fragment, state in loaded:
+                fragment.load(state, saved["started"])
         rounds.restart_clock()
         rounds.started, rounds.loaded = saved["started"], True
         for name in ("steps", "clock", "rounds"):
             setattr(rounds.counters, name, saved[name])
+        rounds.counters.round = Round(*saved["round"])
 
     def _check_fits(self, saved: Any) -> None:
         """Check that a state was saved with this schedule, and these parameters.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, LocalSchedule
+from hvd_gradcomp.algorithms.combined.round_length import Every
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
@@ -29,7 +30,7 @@ T = TypeVar("T", bound=WrappedOptimizer)
 def LocalSteps(  # noqa: N802 - as over Horovod
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    every: int = 15,
+    every: Every = 15,
     outer: Outer = AVERAGING,
     compression: Any = None,
     *,

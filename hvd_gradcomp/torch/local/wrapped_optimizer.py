@@ -271,6 +271,11 @@ def device_of(named: Named) -> torch.device:
     return next((p.device for _, p in named), torch.device("cpu"))
 
 
+def largest_rate(optimizer: torch.optim.Optimizer) -> float:
+    """Return the largest learning rate of an optimizer's groups."""
+    return max(float(group["lr"]) for group in optimizer.param_groups)
+
+
 def thawed(optimizer: torch.optim.Optimizer, known: Collection[torch.nn.Parameter]) -> int:
     """Return the number of parameters that train now, and are not among the known ones."""
     groups = optimizer.param_groups

@@ -489,6 +489,8 @@ def message_of(rank):
     return errors_of(
         {
             "every": lambda: loop(4, every=2 + 2 * (rank % 2)),
+            "lengths": lambda: loop(9, every=lambda step: 2 if step < 4 else 2 + rank),
+            "fails alone": lambda: loop(9, every=lambda step: 2 if step < 4 or rank else 1 // 0),
             "deadline": lambda: loop(4, every=2, deadline=1.0 + rank),
             "no deadline": lambda: loop(4, every=2, deadline=None if rank else 2.0),
             "fit deadline": lambda: fit(

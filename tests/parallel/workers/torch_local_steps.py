@@ -173,6 +173,25 @@ def rounds_of_slow_ranks():
     return ends
 
 
+def rounds_that_grow(folder):
+    """Rounds that follow a falling rate; the second run resumes in the middle of one."""
+    ends = []
+    for resumes in (False, True):
+        model, optimizer = local(every=hvd.QuadraticRule(0.01, base=2), fragments=2, delay=1)
+        if resumes:
+            hvd.load_checkpoint(Path(folder, "grown"), optimizer=optimizer, model=model)
+        for step in range(optimizer.steps_made, 30):
+            optimizer.param_groups[0]["lr"] = 0.01 * 0.95**step
+            train(model, optimizer, 1, step)
+            if step == 13 and not resumes:
+                hvd.save_checkpoint(Path(folder, "grown"), optimizer=optimizer, model=model)
+        rounds = optimizer.rounds
+        optimizer.exchange()
+        hvd.verify(optimizer)
+        ends.append((rounds, weights(model)))
+    return ends
+
+
 def of_ddp():
     """Local steps of a model that DistributedDataParallel has wrapped are those of a plain one."""
     ends = []
@@ -194,6 +213,22 @@ def different():
     def every():
         model, optimizer = local(every=2 + 2 * hvd.rank())
         train(model, optimizer, 2 + 2 * hvd.rank())
+
+    def lengths():
+        rank = hvd.rank()
+        train(*local(every=lambda step: 2 if step < 4 else 2 + rank), 8)
+
+    def fails_alone():
+        def length(step):
+            return 2 if step < 4 or hvd.rank() else 1 // 0
+
+        train(*local(every=length, fragments=2, delay=1), 8)
+
+    def rates():
+        model, optimizer = local(every=hvd.QuadraticRule(0.01, base=2))
+        for step in range(12):
+            optimizer.param_groups[0]["lr"] = 0.01 * (0.9 - 0.1 * hvd.rank()) ** step
+            train(model, optimizer, 1, step)
 
     def not_finite():
         train(*local(), EVERY + 1, spoil=1 if hvd.rank() == 1 else None)
@@ -238,7 +273,7 @@ def different():
         hvd.LocalSteps(hvd.DistributedOptimizer(sgd))
 
     cases = [deadline, exchanges_already, momenta_of_sgd, every, not_finite, start, steps, samples]
-    cases += [twice, around_ddp, wrapped_by_ddp_later]
+    cases += [twice, around_ddp, wrapped_by_ddp_later, lengths, fails_alone, rates]
     return errors_of({case.__name__: case for case in cases})
 
 
@@ -259,6 +294,7 @@ def main(folder: str) -> None:
         "momenta": momenta(folder),
         "skipped": weights(model),
         "slow": rounds_of_slow_ranks(),
+        "grown": rounds_that_grow(folder),
         "ddp": of_ddp(),
         "errors": different(),
     }
