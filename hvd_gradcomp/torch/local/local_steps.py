@@ -7,7 +7,7 @@ plain one over them, whose gradients are the reduced pseudogradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         named_buffers: buffers whose mean over ranks is taken with the last fragment.
         bucket_bytes, nonfinite: as in `DistributedOptimizer`.
         connect_clock: as `connect`, where nothing else travels; needed with a deadline.
+        host: ranks over which `DistributedDataParallel` reduces in each step; none if it does not.
 
     Attributes:
         schedule: of the exchanges.
@@ -85,6 +86,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         bucket_bytes: int | None = None,
         nonfinite: str | None = None,
         connect_clock: Callable[[], Connection] | None = None,
+        host: Collection[int] = (),
     ) -> None:
         super().__init__(optimizer)
         validate.skip_or_raise(nonfinite, "there is no mean of parameters that are not finite")
@@ -129,7 +131,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
             buffers=self._buffers,
             clock=clock,
         )
-        self._claim_parameters("LocalSteps", named)
+        self._claim_parameters("LocalSteps", named, host)
 
     def __repr__(self) -> str:
         return f"LocalSteps({self.schedule}, {self.inner!r})"

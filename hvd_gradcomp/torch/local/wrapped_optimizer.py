@@ -61,12 +61,13 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
 
     # -- what it claims ------------------------------------------------------------------------
 
-    def _claim_parameters(self, function: str, named: Named) -> None:
+    def _claim_parameters(self, function: str, named: Named, host: Collection[int] = ()) -> None:
         """Claim the parameters; the last act of a constructor.
 
         Args:
             function: that the user has called.
             named: what is exchanged.
+            host: the ranks that reduce gradients in each step, and count as one.
 
         Raises:
             TypeError: the model is sharded.
@@ -76,7 +77,8 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         frontend = "hvd" if reducer.transport.library == "Horovod" else "ddp"
         ranks = reducer.participants.process_set
         parameters, alone = [p for _, p in named], self._ranks_differ
-        claim = Claim(f"{frontend}.{function}", parameters, ranks, in_step=True, alone=alone)
+        name = f"{frontend}.{function}"
+        claim = Claim(name, parameters, ranks, in_step=True, alone=alone, host=host)
         claim.take()
         self._claim = claim
 
