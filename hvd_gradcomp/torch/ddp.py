@@ -43,7 +43,7 @@ from hvd_gradcomp.torch.hooks.hook_compression import HookCompression, SetUp
 from hvd_gradcomp.torch.interop.ddp_reduction import comm_hook_of, models_of, reduced_parameters
 from hvd_gradcomp.torch.interop.dynamo import interpreted
 from hvd_gradcomp.torch.interop.inference import outside_inference
-from hvd_gradcomp.torch.local.wrapped_c10d import LocalSteps, MomentumExchange
+from hvd_gradcomp.torch.local.wrapped_c10d import LocalSteps, MomentumExchange, local_steps
 from hvd_gradcomp.torch.membership.ddp_elastic import Elastic, ElasticState
 from hvd_gradcomp.torch.membership.rendezvous import RendezvousError
 from hvd_gradcomp.torch.moments.tracker import track_moments
@@ -83,6 +83,7 @@ __all__ = [
     "compression_stats",
     "describe",
     "hook",
+    "local_steps",
     "retrain",
     "state_of",
     "track_moments",

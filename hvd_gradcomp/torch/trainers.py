@@ -1,4 +1,4 @@
-"""Gradient compression in trainers that wrap or shard the model themselves.
+"""Gradient compression, and local steps, in trainers that wrap or shard the model themselves.
 
     from hvd_gradcomp import QSGDCompressor
     from hvd_gradcomp.torch import trainers
@@ -6,6 +6,8 @@
      trainer = Trainer(model, arguments, train_dataset=dataset)
     +trainers.compress(trainer, QSGDCompressor(bits=4))
      trainer.train()
+
+    +trainers.local_steps(trainer, every=15)  # instead: exchange every 15 steps
 
 The trainer is the one of Hugging Face Transformers, Lightning's, or an `Accelerator`. None of these
 libraries is imported before it is used.
@@ -17,6 +19,7 @@ import copy
 import functools
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -28,16 +31,19 @@ import torch.distributed.fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.monitoring.reports import scalars
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.comm.c10d import ProcessGroup
+from hvd_gradcomp.torch.local.local_steps import LocalStepsOptimizer
+from hvd_gradcomp.torch.local.outer import Outer
 
 if TYPE_CHECKING:
     from hvd_gradcomp.torch.fsdp import ShardedCompression  # needs PyTorch 2.8
 
-__all__ = ["CheckpointError", "CompressedTraining", "compress"]
+__all__ = ["CheckpointError", "CompressedTraining", "LocalTraining", "compress", "local_steps"]
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _KEY = "hvd_gradcomp"  # of the state in Lightning's checkpoints
@@ -83,36 +89,187 @@ def compress(trainer: Any, compression: Any = None, **options: Any) -> Compresse
             of some ranks alone, or of another number of ranks.
     """
     training = CompressedTraining(compression, options)
-    libraries = {base.__module__.partition(".")[0] for base in type(trainer).__mro__}
-    if "transformers" in libraries and hasattr(trainer, "callback_handler"):
+    library, package = _library_of(trainer, "compress")
+    if library == "transformers":
         _into_transformers(trainer, training)
-    elif "accelerate" in libraries and hasattr(trainer, "prepare_model"):
+    elif library == "accelerate":
         _into_accelerate(trainer, training)
-    elif libraries & {"lightning", "pytorch_lightning"} and hasattr(trainer, "callbacks"):
-        # Its two names on PyPI.
-        package = "lightning.pytorch" if "lightning" in libraries else "pytorch_lightning"
-        _into_lightning(trainer, training, import_module(package).Callback)
     else:
-        raise TypeError(
-            "trainers.compress takes a transformers.Trainer, a lightning.Trainer or an "
-            f"accelerate.Accelerator, got {type(trainer).__name__}. For a loop of your own wrap "
-            "the model in DistributedDataParallel, and call ddp.compress"
-        )
+        _into_lightning(trainer, training, import_module(package).Callback)
     return training
 
 
-class CompressedTraining:
+def local_steps(
+    trainer: Any, every: int = 15, outer: Outer = AVERAGING, compression: Any = None, **options: Any
+) -> LocalTraining:
+    """Let the ranks of a trainer step alone, and exchange every so many steps; all ranks call it.
+
+    `ddp.local_steps` of the model and the optimizer that the trainer prepares, from its next
+    training on. What it adds:
+
+    - *Evaluation* of the global parameters. Ranks exchange before the trainer evaluates, predicts
+      or saves, and at the ends of epochs and trainings, if any of them has stepped since the last
+      round. So `load_best_model_at_end`, early stopping and saved models mean the same as ever.
+      In a loop with an `Accelerator` call `training.exchange()` before you evaluate or save.
+    - *Statistics* and *checkpoints* as `compress` has them. Each rank's file,
+      `local-steps-<rank>-of-<size>.pt`, has its optimizer's state and what its compressor keeps.
+      Without such files a training goes on from the first rank's state, with a warning.
+
+    A scheduler of the trainer's drives the inner optimizer, and gradients are the rank's own: they
+    are clipped by each rank's own norm, and accumulated as ever.
+
+    Args:
+        trainer: as in `compress`, with `DistributedDataParallel`, and one optimizer.
+        every, outer, compression, options: as in `ddp.local_steps`.
+
+    Returns:
+        The `LocalTraining`, whose `optimizer` is there once the training has begun.
+
+    Raises:
+        TypeError: the trainer is something else. From the training: the model is not wrapped in
+            `DistributedDataParallel`, so there is a single rank, or another strategy.
+        ValueError: `deadline=`; an `Accelerator` has prepared its model already; from the training,
+            on all ranks: there are several models or optimizers, and as in `ddp.local_steps`.
+        CheckpointError: from the training, on all ranks: a checkpoint has the states of some ranks
+            alone, or of another number of ranks.
+    """
+    if options.get("deadline") is not None:
+        raise ValueError(
+            "deadline= lets ranks make different numbers of steps, and a trainer logs, evaluates "
+            "and saves after as many on all: leave deadline= out, or train in a loop of your own"
+        )
+    training = LocalTraining(
+        {"every": every, "outer": outer, "compression": compression, **options}
+    )
+    library, package = _library_of(trainer, "local_steps")
+    if library == "transformers":
+        _locally_in_transformers(trainer, training)
+    elif library == "accelerate":
+        _locally_in_accelerate(trainer, training)
+    else:
+        _locally_in_lightning(trainer, training, import_module(package).Callback)
+    return training
+
+
+def _library_of(trainer: Any, function: str) -> tuple[str, str]:
+    """Return the library that a trainer is of, and the package that has its callbacks.
+
+    Args:
+        trainer: of any type.
+        function: of this module, for messages.
+
+    Raises:
+        TypeError: it is none of those that are known.
+    """
+    libraries = {base.__module__.partition(".")[0] for base in type(trainer).__mro__}
+    if "transformers" in libraries and hasattr(trainer, "callback_handler"):
+        return "transformers", "transformers"
+    if "accelerate" in libraries and hasattr(trainer, "prepare_model"):
+        return "accelerate", "accelerate"
+    if libraries & {"lightning", "pytorch_lightning"} and hasattr(trainer, "callbacks"):
+        # Its two names on PyPI.
+        package = "lightning.pytorch" if "lightning" in libraries else "pytorch_lightning"
+        return "lightning", package
+    raise TypeError(
+        f"trainers.{function} takes a transformers.Trainer, a lightning.Trainer or an "
+        f"accelerate.Accelerator, got {type(trainer).__name__}. For a loop of your own wrap "
+        f"the model in DistributedDataParallel, and call ddp.{function}"
+    )
+
+
+class _Training(ABC):
+    """Exchange of a trainer's model, and its state in the trainer's checkpoints and logs.
+
+    Attributes:
+        file: beginning of the name of each rank's file in a checkpoint's folder.
+        noun: what such a file has, for messages.
+        remedy: what is lost without it, for messages.
+    """
+
+    file: str
+    noun: str
+    remedy: str
+
+    def __init__(self) -> None:
+        self._exchange: Any = None
+        self._logged = CompressionStats()
+
+    @property
+    def exchange_state(self) -> Any:
+        """Return what counts the traffic, and saves and loads what this rank keeps.
+
+        It has `stats`, `state_dict` and `load_state_dict`.
+
+        Raises:
+            RuntimeError: no training has begun.
+        """
+        if self._exchange is None:
+            raise RuntimeError("the training has not begun: the trainer wraps the model then")
+        return self._exchange
+
+    @property
+    @abstractmethod
+    def process_group(self) -> Any:
+        """Return the ranks of the training; None for all."""
+
+    @property
+    def begun(self) -> bool:
+        """Return True once a training has begun."""
+        return self._exchange is not None
+
+    def statistics(self) -> dict[str, float]:
+        """Return scalars of the steps since the last call."""
+        now = self.exchange_state.stats()
+        values = scalars(now - self._logged)
+        self._logged = now
+        named = {f"compression/{name}" for name in _LOGGED}
+        return {k: v for k, v in values.items() if k in named or k.startswith("compression/loss/")}
+
+    def load(self, saved: dict[str, Any] | None, origin: str) -> None:
+        """Load this rank's state, if all ranks have one.
+
+        Args:
+            saved: what `state_dict()` gave; None if there is none.
+            origin: of it, for messages.
+
+        Raises:
+            CheckpointError: on all ranks, if some have none.
+        """
+        self._logged = self.exchange_state.stats()
+        group = ProcessGroup(self.process_group)
+        has_state = group.gather_objects(saved is not None, bool)
+        if saved is not None and all(has_state):
+            self.exchange_state.load_state_dict(saved)
+            self._logged = self.exchange_state.stats()
+        elif any(has_state):
+            without = ", ".join(str(r) for r, present in zip(group.ranks, has_state) if not present)
+            raise CheckpointError(
+                f"{origin} has no {self.noun} of rank {without}, but of others: restore what is "
+                f"missing, or remove all of it and lose {self.remedy}"
+            )
+        else:
+            LOGGER.warning(
+                "%s has no %s: the training continues without %s", origin, self.noun, self.remedy
+            )
+
+
+class CompressedTraining(_Training):
     """Compression of a trainer's model, from its first training on.
 
     Args:
         compression, options: as in `ddp.CompressionState`, or `fsdp.ShardedCompression`.
     """
 
+    file, noun, remedy = "compressor", "compressor state", "the compressors' residuals"
+
     def __init__(self, compression: Any, options: dict[str, Any]) -> None:
+        super().__init__()
         self._compression, self._options = compression, options
         self._model: Any = None
-        self._state: ddp.CompressionState | ShardedCompression | None = None
-        self._logged = CompressionStats()
+
+    @property
+    def process_group(self) -> Any:
+        return getattr(self._model, "process_group", None)
 
     @property
     def state(self) -> ddp.CompressionState | ShardedCompression:
@@ -121,14 +278,8 @@ class CompressedTraining:
         Raises:
             RuntimeError: no training has begun.
         """
-        if self._state is None:
-            raise RuntimeError("the training has not begun: the trainer wraps the model then")
-        return self._state
-
-    @property
-    def begun(self) -> bool:
-        """Return True once a training has begun."""
-        return self._state is not None
+        state: ddp.CompressionState | ShardedCompression = self.exchange_state
+        return state
 
     def begin(self, model: Any, mesh: Any = None) -> None:
         """Compress the model that a trainer has wrapped; go on with what earlier trainings kept.
@@ -145,52 +296,79 @@ class CompressedTraining:
         model = getattr(model, "_orig_mod", model)  # of one that was compiled once it was wrapped
         if model is self._model:
             return
-        earlier = None if self._state is None else self._state.state_dict()
+        earlier = self.state.state_dict() if self.begun else None
         if isinstance(model, DistributedDataParallel):
-            self._state = ddp.compress(model, self._compression, **self._options)
+            self._exchange = ddp.compress(model, self._compression, **self._options)
         else:
             sharded = _sharded_part(model, mesh)
             fsdp = import_module("hvd_gradcomp.torch.fsdp")
-            self._state = fsdp.compress(sharded, self._compression, mesh=mesh, **self._options)
-            fsdp.verify(self._state)  # nobody has made the replicas equal, as DDP does
+            self._exchange = fsdp.compress(sharded, self._compression, mesh=mesh, **self._options)
+            fsdp.verify(self._exchange)  # nobody has made the replicas equal, as DDP does
         self._model = model
         if earlier is not None:
             self.state.load_state_dict(earlier)
 
-    def statistics(self) -> dict[str, float]:
-        """Return scalars of the steps since the last call."""
-        now = self.state.stats()
-        values = scalars(now - self._logged)
-        self._logged = now
-        named = {f"compression/{name}" for name in _LOGGED}
-        return {k: v for k, v in values.items() if k in named or k.startswith("compression/loss/")}
 
-    def load(self, saved: dict[str, Any] | None, origin: str) -> None:
-        """Load this rank's state, if all ranks have one.
+class LocalTraining(_Training):
+    """Local steps of a trainer's model, from its first training on.
 
-        Args:
-            saved: what `state.state_dict()` gave; None if there is none.
-            origin: of it, for messages.
+    Args:
+        options: of `ddp.local_steps`.
+    """
+
+    file, noun, remedy = "local-steps", "state of local steps", "each rank's optimizer state"
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self._options = options
+
+    @property
+    def process_group(self) -> Any:
+        return self._options.get("process_group")
+
+    @property
+    def optimizer(self) -> LocalStepsOptimizer:
+        """Return the optimizer that steps locally, for `rounds`, `stats()` and `verify`.
 
         Raises:
-            CheckpointError: on all ranks, if some have none.
+            RuntimeError: no training has begun.
         """
-        self._logged = self.state.stats()
-        group = ProcessGroup(getattr(self._model, "process_group", None))
-        has_state = group.gather_objects(saved is not None, bool)
-        if saved is not None and all(has_state):
-            self.state.load_state_dict(saved)
-            self._logged = self.state.stats()
-        elif any(has_state):
-            without = ", ".join(str(r) for r, present in zip(group.ranks, has_state) if not present)
-            raise CheckpointError(
-                f"{origin} has no compressor state of rank {without}, but of others: restore what "
-                "is missing, or remove all of it and lose the compressors' residuals"
+        optimizer: LocalStepsOptimizer = self.exchange_state
+        return optimizer
+
+    def exchange(self) -> None:
+        """Exchange now, if this rank has stepped since the last round; all ranks call it.
+
+        Afterwards their parameters are the global ones. A trainer's evaluations and checkpoints
+        begin with it.
+        """
+        if self.begun and not self.optimizer.is_exchanged:
+            self.optimizer.exchange()
+
+    def begin(self, model: Any, optimizer: torch.optim.Optimizer) -> LocalStepsOptimizer:
+        """Return the optimizer that steps locally in the place of the trainer's.
+
+        Args:
+            model: a `DistributedDataParallel`.
+            optimizer: that the user or the trainer has made.
+
+        Raises:
+            TypeError: the model is something else.
+            ValueError, MismatchError: as in `ddp.local_steps`.
+        """
+        model = getattr(model, "_orig_mod", model)  # of one that was compiled once it was wrapped
+        if not isinstance(model, DistributedDataParallel):
+            sharded = _FSDPModule, FullyShardedDataParallel
+            kind = f"its type is {type(model).__name__}. {_how_to_wrap()}"
+            if any(isinstance(module, sharded) for module in model.modules()):
+                kind = "it is sharded, which trainers.local_steps does not take"
+            raise TypeError(
+                f"the trainer has not wrapped the model in DistributedDataParallel: {kind}"
             )
-        else:
-            LOGGER.warning(
-                "%s has no compressor state: the training continues with empty residuals", origin
-            )
+        local = ddp.local_steps(model, optimizer, **self._options)
+        local.library_exchanges = True
+        self._exchange, self._logged = local, CompressionStats()
+        return local
 
 
 def _sharded_part(model: Any, mesh: Any) -> Any:
@@ -251,22 +429,22 @@ def _how_to_wrap() -> str:
     return "Start several ranks, with torchrun, and take a strategy that does"
 
 
-def _file_in(folder: str | os.PathLike[str]) -> Path:
+def _file_in(folder: str | os.PathLike[str], training: _Training) -> Path:
     """Return the file of a checkpoint's folder that has this rank's state."""
-    return Path(folder, f"compressor-{dist.get_rank()}-of-{dist.get_world_size()}.pt")
+    return Path(folder, f"{training.file}-{dist.get_rank()}-of-{dist.get_world_size()}.pt")
 
 
-def _write_into(folder: str | os.PathLike[str], training: CompressedTraining) -> None:
+def _write_into(folder: str | os.PathLike[str], training: _Training) -> None:
     """Write this rank's state; it appears in the folder once it is whole."""
-    path = _file_in(folder)
+    path = _file_in(folder, training)
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(training.state.state_dict(), path.with_suffix(".part"))
+    torch.save(training.exchange_state.state_dict(), path.with_suffix(".part"))
     os.replace(path.with_suffix(".part"), path)
 
 
-def _read_from(folder: str | os.PathLike[str], training: CompressedTraining) -> None:
+def _read_from(folder: str | os.PathLike[str], training: _Training) -> None:
     """Load this rank's state, if all ranks have one."""
-    path = _file_in(folder)
+    path = _file_in(folder, training)
     saved = torch.load(path, weights_only=True) if path.exists() else None
     training.load(saved, str(folder))
 
@@ -376,22 +554,38 @@ def _mesh_of(accelerator: Any) -> Any:
 
 
 def _into_transformers(trainer: Any, training: CompressedTraining) -> None:
-    callback: Any = import_module("transformers").TrainerCallback
     _shard_inside_replicas(trainer.accelerator)
+
+    def begin() -> None:
+        training.begin(trainer.model_wrapped, _mesh_of(trainer.accelerator))
+
+    _add_callback(trainer, training, begin)
+
+
+def _add_callback(trainer: Any, training: _Training, begin: Callable[[], None]) -> None:
+    """Let a Trainer of Transformers save, load and log what belongs to the exchange.
+
+    Args:
+        trainer: the Trainer.
+        training: which it is about to begin.
+        begin: called when a training begins, before anything is loaded.
+    """
+    callback: Any = import_module("transformers").TrainerCallback
 
     def folder(arguments: Any, progress: Any) -> str:
         return f"{arguments.output_dir}/checkpoint-{progress.global_step}"
 
-    class Compression(callback):
+    class Exchange(callback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             del control
-            training.begin(trainer.model_wrapped, _mesh_of(trainer.accelerator))
+            begin()
             if state.global_step > 0:
                 _read_from(folder(args, state), training)
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             del control
-            _write_into(folder(args, state), training)
+            if not args.save_only_model:
+                _write_into(folder(args, state), training)
 
         def on_log(self, args: Any, state: Any, control: Any, **named: Any) -> None:
             del args, control
@@ -402,42 +596,152 @@ def _into_transformers(trainer: Any, training: CompressedTraining) -> None:
                 if state.log_history:
                     state.log_history[-1].update(statistics)
 
-    trainer.add_callback(Compression())
+    trainer.add_callback(Exchange())
     # Before those that print and write what is logged.
     callbacks = trainer.callback_handler.callbacks
     callbacks.insert(0, callbacks.pop())
 
 
-def _into_lightning(trainer: Any, training: CompressedTraining, callback: Any) -> None:
-    class Compression(callback):
+def _locally_in_transformers(trainer: Any, training: LocalTraining) -> None:
+    callback: Any = import_module("transformers").TrainerCallback
+    _wrap_optimizer(trainer.accelerator, training)
+    for name in ("evaluate", "predict", "save_model"):
+        _exchange_before(trainer, name, training)
+
+    def begin() -> None:
+        if not training.begun:
+            raise TypeError(
+                "the Trainer has prepared no model and optimizer by its Accelerator, as it does "
+                "for DistributedDataParallel"
+            )
+        # Ranks would wait for each other's counts in each step.
+        counts = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+        if counts and trainer.args.average_tokens_across_devices:
+            trainer.args.average_tokens_across_devices = False
+            LOGGER.warning(
+                "average_tokens_across_devices=False: each rank divides its loss by its own number "
+                "of tokens, since ranks that step alone do not wait for each other's"
+            )
+
+    class Ends(callback):
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            """Exchange before the best model is loaded, which is not trained on."""
+            del args, state, control
+            training.exchange()
+
+    _add_callback(trainer, training, begin)
+    trainer.add_callback(Ends())
+
+
+def _exchange_before(library: Any, name: str, training: LocalTraining) -> None:
+    """Let a method of a library's object begin with an exchange; all ranks call it."""
+    method = getattr(library, name)
+
+    @functools.wraps(method)
+    def exchanged(*arguments: Any, **named: Any) -> Any:
+        training.exchange()
+        return method(*arguments, **named)
+
+    setattr(library, name, exchanged)
+
+
+def _wrap_optimizer(accelerator: Any, training: LocalTraining) -> None:
+    """Let local steps begin with the model and the optimizer that an Accelerator prepares.
+
+    Its optimizer stays around ours: it knows which pass of several is a step, and the scaler.
+    """
+    models: list[Any] = []
+    optimizers: list[Any] = []
+    prepare = accelerator.prepare
+
+    @functools.wraps(prepare)
+    def prepare_locally(*arguments: Any, **named: Any) -> Any:
+        prepared = prepare(*arguments, **named)
+        for each in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
+            known = models if isinstance(each, torch.nn.Module) else optimizers
+            if _trains(each) and not any(each is other for other in known):
+                known.append(each)
+        if len(models) > 1 or len(optimizers) > 1:
+            raise ValueError(
+                f"the Accelerator prepares {len(models)} models and {len(optimizers)} optimizers, "
+                "and trainers.local_steps is for one of each: call ddp.local_steps in a loop of "
+                "your own"
+            )
+        if models and optimizers and not training.begun:
+            (model,), (optimizer,) = models, optimizers
+            optimizer.__setstate__({"optimizer": training.begin(model, optimizer.optimizer)})
+        return prepared
+
+    accelerator.prepare = prepare_locally
+
+
+def _trains(prepared: Any) -> bool:
+    """Return True for an optimizer, and for a model with parameters that are trained."""
+    if isinstance(prepared, torch.nn.Module):
+        return any(p.requires_grad for p in prepared.parameters())
+    return isinstance(prepared, torch.optim.Optimizer)
+
+
+def _locally_in_accelerate(accelerator: Any, training: LocalTraining) -> None:
+    if getattr(accelerator, "_models", None):
+        raise ValueError(
+            "the Accelerator has prepared a model already: call trainers.local_steps before "
+            "accelerator.prepare"
+        )
+    _wrap_optimizer(accelerator, training)
+    for name in ("save_state", "save_model"):
+        _exchange_before(accelerator, name, training)
+    folders: list[str] = []
+    load_state = accelerator.load_state
+
+    @functools.wraps(load_state)
+    def load_own_state(*arguments: Any, **named: Any) -> Any:
+        """Load this rank's state after that of the first rank, which the library loads."""
+        loaded = load_state(*arguments, **named)
+        _read_from(folders.pop(), training)
+        return loaded
+
+    def save(models: Any, weights: Any, folder: str) -> None:
+        del models, weights
+        if training.begun:
+            _write_into(folder, training)
+
+    def load(models: Any, folder: str) -> None:
+        del models
+        folders[:] = [folder]
+
+    accelerator.load_state = load_own_state
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+def _callback_of(library_callback: Any, training: _Training) -> Any:
+    """Return a class of Lightning's callbacks that save, load and log what belongs to an exchange.
+
+    Args:
+        library_callback: Lightning's base class.
+        training: of the trainer; `begin` of the class begins it.
+    """
+
+    class Exchange(library_callback):
         loaded: list[Any] | None = None
         logged = 0
 
+        def begin(self, trainer: Any, pl_module: Any) -> None:
+            """Begin the training with what the strategy has prepared."""
+
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            del pl_module
             resumes = not training.begun and trainer.global_step > 0
-            training.begin(trainer.strategy.model, getattr(trainer.strategy, "device_mesh", None))
+            self.begin(trainer, pl_module)
             if resumes or self.loaded is not None:
                 training.load(self.of_this_rank(self.loaded or []), "the checkpoint")
             self.loaded = None
 
-        def on_train_batch_start(
-            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-        ) -> None:
-            """Exchange accumulated gradients of a sharded model once, which Lightning does not."""
-            del batch
-            passes = trainer.accumulate_grad_batches
-            if passes > 1 and pl_module.automatic_optimization:
-                last = (batch_idx + 1) % passes == 0 or trainer.is_last_batch
-                for module in pl_module.modules():
-                    if isinstance(module, _FSDPModule):
-                        module.set_requires_all_reduce(last, recurse=False)
-
         def of_this_rank(self, states: list[Any]) -> Any:
             if states and len(states) != dist.get_world_size():
                 raise CheckpointError(
-                    f"the checkpoint has compressor states of {len(states)} ranks, and here are "
-                    f"{dist.get_world_size()}: resume with as many"
+                    f"the checkpoint has a {training.noun} of each of {len(states)} ranks, and "
+                    f"here are {dist.get_world_size()}: resume with as many"
                 )
             return states[dist.get_rank()] if states else None
 
@@ -454,11 +758,65 @@ def _into_lightning(trainer: Any, training: CompressedTraining, callback: Any) -
             if training.begun:
                 states: list[Any] = [None] * dist.get_world_size()
                 to = states if trainer.is_global_zero else None
-                dist.gather_object(training.state.state_dict(), to)
+                dist.gather_object(training.exchange_state.state_dict(), to)
                 checkpoint[_KEY] = to
 
         def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
             del trainer, pl_module
             self.loaded = checkpoint.get(_KEY)
 
+    return Exchange
+
+
+def _into_lightning(trainer: Any, training: CompressedTraining, callback: Any) -> None:
+    class Compression(_callback_of(callback, training)):  # type: ignore[misc]
+        def begin(self, trainer: Any, pl_module: Any) -> None:
+            del pl_module
+            training.begin(trainer.strategy.model, getattr(trainer.strategy, "device_mesh", None))
+
+        def on_train_batch_start(
+            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
+            """Exchange accumulated gradients of a sharded model once, which Lightning does not."""
+            del batch
+            passes = trainer.accumulate_grad_batches
+            if passes > 1 and pl_module.automatic_optimization:
+                last = (batch_idx + 1) % passes == 0 or trainer.is_last_batch
+                for module in pl_module.modules():
+                    if isinstance(module, _FSDPModule):
+                        module.set_requires_all_reduce(last, recurse=False)
+
     trainer.callbacks.append(Compression())
+
+
+def _locally_in_lightning(trainer: Any, training: LocalTraining, callback: Any) -> None:
+    class Locally(_callback_of(callback, training)):  # type: ignore[misc]
+        begun_with: Any = None  # the model of the strategy, which each `fit` wraps anew
+
+        def begin(self, trainer: Any, pl_module: Any) -> None:
+            del pl_module
+            strategy = trainer.strategy
+            if self.begun_with is strategy.model:
+                return
+            if len(strategy.optimizers) != 1:
+                raise ValueError(
+                    f"configure_optimizers returns {len(strategy.optimizers)} optimizers, and "
+                    "trainers.local_steps is for one: call ddp.local_steps in a loop of your own"
+                )
+            strategy.optimizers = [training.begin(strategy.model, strategy.optimizers[0])]
+            self.begun_with = strategy.model
+
+        def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+            del trainer, pl_module
+            training.exchange()
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            del trainer, pl_module
+            training.exchange()
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            del trainer, pl_module
+            training.exchange()
+
+    _exchange_before(trainer, "save_checkpoint", training)
+    trainer.callbacks.insert(0, Locally())  # before those that save and evaluate

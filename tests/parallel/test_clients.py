@@ -105,6 +105,35 @@ def test_libraries_that_wrap_the_model_themselves(tmp_path):
         assert len(ratios) >= 3 and min(ratios) > 2, result["logged"]
 
 
+def test_libraries_whose_ranks_step_alone(tmp_path):
+    """Under torchrun, with `trainers.local_steps`: docs/tutorial/trainers.md."""
+    installed = [name for name, package in WRAPPING.items() if importlib.util.find_spec(package)]
+    if not installed:
+        pytest.skip("none of them is installed")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    passes(*torchrun, "-m", "tests.clients.with_local_steps", str(tmp_path), *installed)
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert list(results[0]) == installed
+    for library, result in results[0].items():
+        others = results[1][library]["methods"]
+        for name, outcome in result["methods"].items():
+            assert outcome["off"] < 1e-6 < outcome["moved"], (library, name, outcome)
+            assert outcome["digest"] == others[name]["digest"], "replicas differ"
+            assert outcome["is_exchanged"] and outcome["steps"] == 8, (library, name, outcome)
+            assert len(outcome["evaluated"]) >= 2, "nothing was evaluated"
+            assert outcome["evaluated"] == others[name]["evaluated"], "between exchanges"
+            assert outcome["ratio"] > 1.2, (library, name, outcome)
+            assert len(outcome["logged"]) >= 4, outcome["logged"]
+        straight, again = result["resumed"]
+        assert straight == again == results[1][library]["resumed"][0], "it does not resume"
+        if library != "lightning":
+            for each in results:
+                assert "no state of local steps of rank 1" in each[library]["missing"]
+    if "trainer" in results[0]:
+        loaded, best = results[0]["trainer"]["best"]
+        assert loaded == best, "the best model is not what was evaluated"
+
+
 def test_libraries_that_shard_the_model_themselves(tmp_path):
     """FSDP2 inside of two replicas of two shards; the recipes of docs/tutorial/libraries.md."""
     installed = [name for name, package in WRAPPING.items() if importlib.util.find_spec(package)]

@@ -55,6 +55,8 @@ ON_TWO = [
     "one_ends",
 ]
 
+LOCAL = ["as_a_plain_module", "every_method", "resumed", "refused", "compiled"]
+LOCAL_ON_HOSTS = ["as_a_plain_module", "every_method", "in_hosts", "levels_of_hosts"]
 ON_HOSTS = [
     "every_method",
     "dense_is_what_ddp_does",
@@ -114,6 +116,11 @@ def test_four_ranks(tmp_path):
 
 def test_two_hosts_of_two_ranks(tmp_path):
     processes(tmp_path, 4, *ON_HOSTS, worker="ddp_hierarchy")
+
+
+@pytest.mark.parametrize(("ranks", "parts"), [(2, LOCAL), (4, LOCAL_ON_HOSTS)])
+def test_local_steps(ranks, parts, tmp_path):
+    processes(tmp_path, ranks, *parts, worker="ddp_local_steps")
 
 
 def test_parameters_are_those_that_horovod_gives_to_the_bit(tmp_path):

@@ -192,3 +192,45 @@ def test_what_some_rank_has_refused_claims_nothing():
     assert not earlier.superseded
     del earlier
     claim_of(module, "ddp.MomentumExchange")
+
+
+FOUR = SimpleNamespace(ranks=[0, 1, 2, 3])
+
+
+def test_ranks_of_a_host_reduce_below_an_exchange_between_hosts():
+    """The model stays on, and may be compressed, if all of it is exchanged between hosts."""
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    inside = Claim("ddp.compress", model.parameters(), RANKS, by_hook=True)
+    inside.take()
+    claims = []
+    for parameters in (model.parameters(), [model.module.weight]):
+        how = {"in_step": True, "alone": True, "host": [0, 1]}
+        claims.append(Claim("ddp.LocalSteps", parameters, FOUR, **how))
+    whole, part = claims
+    whole.take()
+    whole.switch_off_models()
+    assert type(model) is DistributedDataParallel
+    assert whole.refusal() is None
+    with pytest.raises(ValueError, match=r"hvd\.LocalSteps and ddp\.LocalSteps would both"):
+        Claim("hvd.LocalSteps", model.parameters(), FOUR, in_step=True).take()
+    again = Claim("ddp.compress", model.parameters(), RANKS, by_hook=True)
+    again.take()  # in the other order
+    whole.drop()
+    part.take()
+    assert "hosts would drift apart: bias" in str(part.refusal())
+
+
+def test_a_model_that_is_reduced_over_other_ranks():
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    claim = Claim("ddp.LocalSteps", model.parameters(), FOUR, in_step=True, alone=True)
+    with pytest.raises(ValueError, match=r"reduces over ranks \[0, 1\], .* ddp\.local_steps\("):
+        claim.take()
+    assert type(model) is DistributedDataParallel
+
+
+def test_a_model_that_is_switched_off_joins_nothing():
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    claim = switched_off(model)
+    with pytest.raises(RuntimeError, match="give all ranks as many steps"):
+        model.join()
+    del claim

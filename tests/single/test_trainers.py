@@ -20,6 +20,24 @@ def test_another_loop_is_told_what_to_do():
         trainers.compress(nn.Linear(1, 1), QSGDCompressor())
 
 
+def test_local_steps_of_another_loop():
+    with pytest.raises(TypeError, match=r"got Linear. For a loop of your own .* ddp.local_steps$"):
+        trainers.local_steps(nn.Linear(1, 1), every=3)
+    with pytest.raises(ValueError, match="a trainer logs, evaluates and saves after as many"):
+        trainers.local_steps(nn.Linear(1, 1), every=3, deadline=1.0)
+
+
+def test_local_steps_of_a_model_that_is_not_wrapped():
+    training = trainers.LocalTraining({"every": 3})
+    training.exchange()  # nothing is there yet
+    with pytest.raises(RuntimeError, match="the training has not begun"):
+        _ = training.optimizer
+    model = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=r"its type is Linear. Start several ranks, with torchrun"):
+        training.begin(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert not training.begun
+
+
 def test_a_model_that_is_not_wrapped():
     training = trainers.CompressedTraining(QSGDCompressor(), {})
     with pytest.raises(RuntimeError, match="the training has not begun"):
@@ -100,6 +118,20 @@ def config(replicas, others=()):
 def test_accelerators_that_cannot_be_compressed(attributes, error, message):
     with pytest.raises(error, match=message):
         trainers.compress(Accelerator(**attributes), QSGDCompressor())
+
+
+def test_several_models_of_an_accelerator(one_process):
+    with pytest.raises(ValueError, match=r"call trainers\.local_steps before"):
+        trainers.local_steps(Accelerator(_models=[1]), every=3)
+    hooks = ("save_state", "save_model", "load_state")
+    hooks += ("register_save_state_pre_hook", "register_load_state_pre_hook")
+    accelerator = Accelerator(**dict.fromkeys(hooks, lambda *_: None))
+    training = trainers.local_steps(accelerator, every=3)
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    accelerator.prepare(model)
+    assert not training.begun
+    with pytest.raises(ValueError, match="prepares 2 models and 0 optimizers"):
+        accelerator.prepare(DistributedDataParallel(nn.Linear(2, 2)))
 
 
 def test_an_accelerator_of_a_single_process():

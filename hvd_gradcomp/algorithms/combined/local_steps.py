@@ -212,8 +212,9 @@ class LocalSchedule:
         """
         if self.deadline is not None:
             raise ValueError(
-                "deadline= lets ranks make different numbers of steps, and hierarchical=True lets "
-                "those of a host average their gradients in each: use one of the two"
+                "deadline= lets ranks make different numbers of steps, and those of a host average "
+                "their gradients in each, by hierarchical=True or DistributedDataParallel over a "
+                "host: use one of the two"
             )
 
     def warms_up(self, step: int) -> bool:

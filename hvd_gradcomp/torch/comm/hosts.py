@@ -1,7 +1,8 @@
-"""Hosts of ranks that `torch.distributed` connects: found by torchrun's variables, or given."""
+"""Hosts of ranks that `torch.distributed` connects: by torchrun's variables, a mesh, or groups."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -45,10 +46,50 @@ def participants_among(group: ProcessGroup, hierarchical: Any) -> Participants:
     hosts = mesh
     if hosts is None:
         hosts = hierarchy.hosts_of(group.ranks, [where for _, where in gathered])
+    return _in_hosts(group, hosts)
+
+
+def participants_by_reduction(group: ProcessGroup, reduced: Sequence[int]) -> Participants:
+    """Return the ranks of a group; those that reduce a model in each step are a host.
+
+    All ranks call it. Without hosts, where each of them reduces over all of the group or over
+    itself alone, and where one of them has no model, which the caller refuses.
+
+    Args:
+        group: the ranks.
+        reduced: the ranks over which this rank's model is reduced; none if it has no model.
+
+    Raises:
+        ValueError: on all ranks, if they are not in hosts of equally many.
+    """
+    parts = group.gather_objects(list(reduced), list[int])
+    hosts = sorted({tuple(part) for part in parts})
+    if () in hosts or hosts == [tuple(group.ranks)] or all(len(host) == 1 for host in hosts):
+        return Participants(group)
+    everybody = sorted(rank for host in hosts for rank in host)
+    is_even = len({len(host) for host in hosts}) == 1 and everybody == sorted(group.ranks)
+    ordered = is_even and all(list(row) == sorted(row) for row in (*hosts, *zip(*hosts)))
+    if not ordered:
+        raise ValueError(
+            f"DistributedDataParallel reduces over {', '.join(str(list(host)) for host in hosts)} "
+            f"of ranks {sorted(group.ranks)}: give it one process group for each host, of equally "
+            "many ranks and in the order of the others, or one of all ranks"
+        )
+    if group.size() != dist.get_world_size():
+        raise ValueError(
+            "DistributedDataParallel reduces over ranks of a host, and what is between hosts takes "
+            "all ranks: leave process_group= out"
+        )
+    return _in_hosts(group, hosts)
+
+
+def _in_hosts(group: ProcessGroup, hosts: Sequence[Sequence[int]]) -> Participants:
+    """Return the ranks of a group with this rank's place among hosts; all of the job call it."""
     place = hierarchy.place_among(hosts, group.ranks, dist.get_rank())
     groups = Groups(None, group)  # one rank a host
     if place.slots > 1:
-        groups = Groups(group.split(hosts), group.split([list(row) for row in zip(*hosts)]))
+        inside, across = [list(host) for host in hosts], [list(row) for row in zip(*hosts)]
+        groups = Groups(group.split(inside), group.split(across))
     return Participants(group, place, lambda _: groups)
 
 

@@ -148,6 +148,18 @@ class _NotReduced:
         above: Any = super()
         return above.forward(*inputs, **kwargs)
 
+    def join(self, *_: Any, **__: Any) -> Any:
+        """Refuse: a rank that has no batches left would shadow a reduction that nobody makes.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "model.join() shadows the reduction of DistributedDataParallel, which an optimizer has "
+            "switched off: give all ranks as many steps, or pass local steps a deadline=, with "
+            "which ranks make different numbers of them"
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as the class that reduces: nobody exchanges the copy."""
         # Protocol 0 names the class as an argument; later ones insist on the object's.

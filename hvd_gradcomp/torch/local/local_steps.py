@@ -7,7 +7,7 @@ optimizer is a plain one over them, whose gradients are the reduced pseudogradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -62,6 +62,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         named_buffers: buffers whose mean over ranks is taken with the last fragment.
         bucket_bytes, nonfinite: as in `DistributedOptimizer`.
         connect_clock: as `connect`, where nothing else travels; needed with a deadline.
+        host: ranks over which `DistributedDataParallel` reduces in each step; none if it does not.
 
     Attributes:
         schedule: of the exchanges.
@@ -89,6 +90,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         bucket_bytes: int | None = None,
         nonfinite: str | None = None,
         connect_clock: Callable[[], Connection] | None = None,
+        host: Collection[int] = (),
     ) -> None:
         super().__init__(optimizer)
         validate.skip_or_raise(nonfinite, "there is no mean of parameters that are not finite")
@@ -135,7 +137,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
             rate=lambda: largest_rate(optimizer),
             evaluating=(lambda: evaluating(optimizer)) if has_modes(optimizer) else None,
         )
-        self._claim_parameters("LocalSteps", named)
+        self._claim_parameters("LocalSteps", named, host)
 
     def __repr__(self) -> str:
         return f"LocalSteps({self.schedule}, {self.inner!r})"

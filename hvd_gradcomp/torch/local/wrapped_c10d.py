@@ -1,4 +1,4 @@
-"""`ddp.LocalSteps` and `ddp.MomentumExchange`, over `torch.distributed`: no Horovod."""
+"""Local steps and `ddp.MomentumExchange`, over `torch.distributed`: no Horovod."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, LocalSchedule
 from hvd_gradcomp.algorithms.combined.round_length import Every
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
+from hvd_gradcomp.torch.comm.hosts import participants_by_reduction
+from hvd_gradcomp.torch.interop.ddp_reduction import ranks_of
 from hvd_gradcomp.torch.local.local_steps import LocalStepsOptimizer
 from hvd_gradcomp.torch.local.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.local.outer import Outer
@@ -48,12 +51,10 @@ def LocalSteps(  # noqa: N802 - as over Horovod
     """Wrap an optimizer so that each rank steps alone, and ranks exchange every so many steps.
 
     As `hvd_gradcomp.torch.LocalSteps`, over `torch.distributed`. All ranks of the group call it.
-    If `DistributedDataParallel` is around the model, now or by the first step, its reduction and
-    its broadcast of buffers are switched off for good: to train on without the result, wrap the
-    module in `DistributedDataParallel` anew. It is left on if the two have a single rank in common:
-    where ranks of a host are to reduce in each step, give `DistributedDataParallel` the group of
-    the host's ranks, and `process_group` here one rank of each host, in as many groups as a host
-    has ranks. Sharded models are refused.
+    For a model that `DistributedDataParallel` has wrapped there is `local_steps`. This is for a
+    plain module; if `DistributedDataParallel` over the same ranks is around it, now or by the first
+    step, its reduction and its broadcast of buffers are switched off for good. It is left on if the
+    two have a single rank in common. Sharded models are refused.
 
     Args:
         optimizer, named_parameters, every, outer, compression: as over Horovod.
@@ -71,7 +72,7 @@ def LocalSteps(  # noqa: N802 - as over Horovod
         TypeError, MismatchError, OutOfStepError, DivergedError, NonFiniteGradientError: as there.
     """
     group = _group_of("LocalSteps", process_group)
-    clock_group = None if deadline is None else _group_of("LocalSteps", process_group)
+    clock_group = _clock_group("LocalSteps", process_group, group, deadline)
 
     def make() -> LocalStepsOptimizer:
         refuse_exchanging(optimizer)
@@ -79,17 +80,143 @@ def LocalSteps(  # noqa: N802 - as over Horovod
         return LocalStepsOptimizer(
             optimizer,
             named_parameters,
-            _connections(group, backend),
+            _connections(Participants(group), backend),
             schedule,
             outer,
             compression,
             named_buffers=named_buffers,
             bucket_bytes=bucket_bytes,
             nonfinite=nonfinite,
-            connect_clock=lambda: _connections(clock_group or group, backend)("rounds"),
+            connect_clock=lambda: _connections(Participants(clock_group), backend)("rounds"),
         )
 
     return _make_on_all(group, make)
+
+
+def local_steps(
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    every: Every = 15,
+    outer: Outer = AVERAGING,
+    compression: Any = None,
+    *,
+    warmup_steps: int = 0,
+    fragments: int = 1,
+    delay: int = 0,
+    blend: float | None = None,
+    average_buffers: bool = False,
+    process_group: Any = None,
+    bucket_bytes: int | None = None,
+    nonfinite: str | None = None,
+    deadline: float | None = None,
+    backend: MakeBackend = C10dBackend,
+) -> LocalStepsOptimizer:
+    """Let each rank of a `DistributedDataParallel` step alone, and exchange every so many steps.
+
+    The same training as that of a plain module by `LocalSteps`, to the bit, for programs and
+    libraries that wrap their model. All ranks call it, before the first forward::
+
+        model = DistributedDataParallel(model)
+        optimizer = ddp.local_steps(model, torch.optim.AdamW(model.parameters()), every=15)
+
+    The process group of the model says who reduces in each step. If it is all ranks that take part,
+    as by default, its reduction is switched off for good, and so is its broadcast of buffers: ranks
+    train alone between exchanges. If it is the ranks of a host, they go on as they are, dense in
+    each step, and hosts exchange: a host is one rank to the compressor, and its ranks send a part
+    of the model each. Then the first rank's parameters and buffers are broadcast to all hosts, as
+    `DistributedDataParallel` does inside of one::
+
+        mesh = init_device_mesh("cuda", (hosts, ranks_of_a_host), mesh_dim_names=("hosts", "ranks"))
+        model = DistributedDataParallel(model, device_mesh=mesh["ranks"])
+        optimizer = ddp.local_steps(model, torch.optim.AdamW(model.parameters()), every=15)
+
+    Args:
+        model: a `DistributedDataParallel`, without a communication hook if its group is all ranks.
+        optimizer, every, outer, compression: as in `LocalSteps`.
+        warmup_steps, fragments, delay, blend: as in `LocalSteps`.
+        average_buffers: average buffers in floating point, such as running means, after each
+            exchange of all fragments; otherwise each rank keeps its own, and those of a host have
+            those of its first rank.
+        process_group: the ranks that take part; None for all.
+        bucket_bytes, nonfinite: as in `LocalSteps`.
+        deadline: as in `LocalSteps`; not with hosts of several ranks.
+        backend: as in `LocalSteps`.
+
+    Returns:
+        A `torch.optim.Optimizer`, with the inner one's groups, state and hooks; names in its
+        `state_dict()` are those of the module.
+
+    Raises:
+        TypeError: the model is no `DistributedDataParallel`; and as in `LocalSteps`.
+        ValueError: its process group is neither all ranks nor one of several of equally many; the
+            model has a communication hook, or casts by `mixed_precision=`; something else exchanges
+            it; and as in `LocalSteps`.
+        MismatchError, OutOfStepError, DivergedError, NonFiniteGradientError: as in `LocalSteps`.
+    """
+    group = _group_of("local_steps", process_group)
+    clock_group = _clock_group("local_steps", process_group, group, deadline)
+    reduced = ranks_of(model) if isinstance(model, DistributedDataParallel) else []
+    host: list[int] = []
+
+    def make() -> LocalStepsOptimizer:
+        participants = participants_by_reduction(group, reduced)  # all ranks meet in it
+        _require_ddp(model)
+        refuse_exchanging(optimizer)
+        schedule = LocalSchedule(every, warmup_steps, fragments, delay, blend, deadline)
+        if participants.place is not None:
+            schedule.check_averages_in_hosts()
+            host[:] = participants.groups.inside.ranks
+        return LocalStepsOptimizer(
+            optimizer,
+            model.module.named_parameters(),
+            _connections(participants, backend),
+            schedule,
+            outer,
+            compression,
+            named_buffers=model.module.named_buffers() if average_buffers else None,
+            bucket_bytes=bucket_bytes,
+            nonfinite=nonfinite,
+            connect_clock=lambda: _connections(Participants(clock_group), backend)("rounds"),
+            host=host,
+        )
+
+    made = _make_on_all(group, make)
+    if host:
+        _broadcast([*model.module.parameters(), *model.module.buffers()], group)
+    return made
+
+
+def _require_ddp(model: Any) -> None:
+    """Check that local steps can take the place of the reduction of a model.
+
+    Raises:
+        TypeError: it is no `DistributedDataParallel`.
+        ValueError: it casts parameters by itself.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        wrapped = isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel)
+        raise TypeError(
+            f"ddp.local_steps takes a DistributedDataParallel, got {type(model).__name__}. "
+            + (
+                "Call it on what DistributedDataParallel(...) returns, before torch.compile"
+                if wrapped
+                else "For a plain module call ddp.LocalSteps(optimizer, model.named_parameters())"
+            )
+        )
+    if getattr(model, "mixed_precision", None) is not None:
+        raise ValueError(
+            "DistributedDataParallel(mixed_precision=...) casts gradients in its own communication "
+            "hook, in whose place local steps exchange: leave it out, and use torch.autocast"
+        )
+
+
+@torch.no_grad()
+def _broadcast(tensors: Iterable[torch.Tensor], group: ProcessGroup) -> None:
+    """Set tensors of any dtype to those of a group's first rank."""
+    for tensor in tensors:
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole.reshape(-1).view(torch.uint8), group.ranks[0], group=group.handle)
+        tensor.copy_(whole)
 
 
 def MomentumExchange(  # noqa: N802 - as over Horovod
@@ -129,7 +256,7 @@ def MomentumExchange(  # noqa: N802 - as over Horovod
         return MomentumExchangeOptimizer(
             optimizer,
             named_parameters,
-            _connections(group, backend),
+            _connections(Participants(group), backend),
             compression,
             warmup_steps,
             bucket_bytes=bucket_bytes,
@@ -148,6 +275,14 @@ def _group_of(function: str, process_group: Any) -> ProcessGroup:
     if not dist.is_initialized():
         raise ValueError(f"call torch.distributed.init_process_group() before ddp.{function}(...)")
     return ProcessGroup(process_group)
+
+
+def _clock_group(
+    function: str, process_group: Any, group: ProcessGroup, deadline: float | None
+) -> ProcessGroup:
+    """Return a group where nothing but the clock of rounds travels, if some rank has a deadline."""
+    has_deadline = group.gather_objects(deadline is not None, bool)
+    return _group_of(function, process_group) if any(has_deadline) else group
 
 
 def _make_on_all(group: ProcessGroup, make: Callable[[], T]) -> T:
@@ -172,9 +307,9 @@ def _make_on_all(group: ProcessGroup, make: Callable[[], T]) -> T:
     return optimizer
 
 
-def _connections(group: ProcessGroup, backend: MakeBackend) -> Callable[[str], Connection]:
-    """Return what connects the ranks of a group."""
-    participants = Participants(group)
+def _connections(participants: Participants, backend: MakeBackend) -> Callable[[str], Connection]:
+    """Return what connects the ranks that take part."""
+    group: ProcessGroup = participants.process_set
 
     def connect(part: str) -> Connection:
         load = partial(reducer_state.load, remedies=OF_HOOKS)

@@ -38,10 +38,16 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
     Args:
         optimizer: the inner one.
 
+    Attributes:
+        inner: as given.
+        library_exchanges: a library that steps this one evaluates and saves the model after
+            exchanges alone; set by `trainers.local_steps`.
+
     Raises:
         TypeError: it is no optimizer.
     """
 
+    library_exchanges = False
     _step_supports_amp_scaling = True  # as PyTorch calls it
     _ranks_differ = False  # between exchanges
 
@@ -61,12 +67,13 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
 
     # -- what it claims ------------------------------------------------------------------------
 
-    def _claim_parameters(self, function: str, named: Named) -> None:
+    def _claim_parameters(self, function: str, named: Named, host: Collection[int] = ()) -> None:
         """Claim the parameters; the last act of a constructor.
 
         Args:
             function: that the user has called.
             named: what is exchanged.
+            host: the ranks that reduce gradients in each step, and count as one.
 
         Raises:
             TypeError: the model is sharded.
@@ -76,7 +83,8 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         frontend = "hvd" if reducer.transport.library == "Horovod" else "ddp"
         ranks = reducer.participants.process_set
         parameters, alone = [p for _, p in named], self._ranks_differ
-        claim = Claim(f"{frontend}.{function}", parameters, ranks, in_step=True, alone=alone)
+        name = f"{frontend}.{function}"
+        claim = Claim(name, parameters, ranks, in_step=True, alone=alone, host=host)
         claim.take()
         self._claim = claim
 
@@ -98,13 +106,14 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
 
     def _refusal(self) -> Exception | None:
         """Return the error of what was done to the model or to this optimizer since it was made."""
-        library = _library_of(self) if self._ranks_differ else None
+        library = None
+        if self._ranks_differ and not self.library_exchanges:
+            library = _library_of(self)
         if library is not None:
             return TypeError(
                 f"{self._claim.name} was handed to {library}, which evaluates and saves the model "
-                "between exchanges, when it is another one on each rank. Local steps do not go "
-                "with Lightning, Accelerate and the Trainer of Transformers yet: train in a loop "
-                "of your own, or compress gradients by trainers.compress"
+                "between exchanges, when it is another one on each rank: hand the plain optimizer "
+                "to the library, and call trainers.local_steps(trainer, every=...)"
             )
         return self._claim.refusal([p for group in self.param_groups for p in group["params"]])
 
@@ -234,8 +243,9 @@ def refuse_exchanging(optimizer: torch.optim.Optimizer) -> None:
         )
     if module.partition(".")[0] in ("accelerate", "lightning", "pytorch_lightning"):
         raise ValueError(
-            f"optimizer= is the {name} of a library, which leaves out steps by itself: pass the "
-            "plain optimizer that the library has wrapped"
+            f"optimizer= is the {name} of a library, which leaves out steps by itself: call "
+            "trainers.local_steps(trainer, every=...), or pass the plain optimizer that the "
+            "library has wrapped"
         )
 
 

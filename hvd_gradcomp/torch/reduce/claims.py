@@ -1,8 +1,9 @@
 """Claims of parameters: two exchanges of one model over the same ranks are found, and named.
 
 Each host claims the parameters that it exchanges, for as long as it lives. Exchanges that have one
-rank in common are levels of a hierarchy, as of `DistributedDataParallel` over the ranks of a host
-and local steps between hosts; with two ranks in common both would exchange between these.
+rank in common are levels of a hierarchy, and so is one inside of a host whose ranks another takes
+as one, as of `DistributedDataParallel` over the ranks of a host and local steps between hosts. With
+two ranks in common otherwise both would exchange between these.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ class Claim:
         alone: ranks train alone between exchanges, so none of their gradients may be reduced.
         by_hook: the exchange is the model's communication hook, and the only one it can have.
         sharded: parameters may be shards.
+        host: ranks that count as one, as they reduce gradients in each step by another exchange.
 
     Attributes:
-        name: as given.
+        name, host: as given.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class Claim:
         alone: bool = False,
         by_hook: bool = False,
         sharded: bool = False,
+        host: Collection[int] = (),
     ) -> None:
+        self.host = frozenset(host)
         self.name, self._parameters, self._process_set = name, list(parameters), process_set
         self._in_step, self._by_hook, self._sharded = in_step, by_hook, sharded
         self._alone = alone
@@ -102,10 +106,12 @@ class Claim:
             if claim is not self
             and not self._identities.isdisjoint(claim._identities)
             and self._meets(claim.ranks)
+            and not claim.host.issuperset(self.ranks)
         ]
 
     def _meets(self, ranks: Collection[int]) -> bool:
-        return len(self.ranks.intersection(ranks)) > 1
+        """Return True if an exchange over some ranks is no level below this one."""
+        return len(self.ranks.intersection(ranks)) > 1 and not self.host.issuperset(ranks)
 
     def check_models(self, whole: bool = False) -> list[Any]:
         """Return each `DistributedDataParallel` to be switched off; refuse one that cannot be.
@@ -118,20 +124,21 @@ class Claim:
         """
         if self._by_hook or len(self.ranks) < 2:
             return []
-        # One that has a rank in common, as inside a host, goes with steps that exchange. During
+        # One that has a rank in common, or is inside a host, goes with steps that exchange. During
         # backward it would write its own gradient over what was reduced.
-        models = [
-            model
-            for model in ddp_reduction.models_of(self._parameters)
-            if not self._in_step or self._meets(ddp_reduction.ranks_of(model))
-        ]
-        for model in models:
-            self._check_model(model, whole)
+        models = []
+        for model in ddp_reduction.models_of(self._parameters):
+            if not self._in_step or self._meets(ddp_reduction.ranks_of(model)):
+                self._check_model(model)
+                models.append(model)
+            if whole:
+                self._check_whole(model)
         return models
 
-    def _check_model(self, model: Any, whole: bool) -> None:
+    def _check_model(self, model: Any) -> None:
+        ranks = ddp_reduction.ranks_of(model)
         if not self._in_step:
-            if self._meets(ddp_reduction.ranks_of(model)):
+            if self._meets(ranks):
                 raise ValueError(_twice(self.name, "DistributedDataParallel"))
             raise ValueError(
                 f"DistributedDataParallel writes its own gradients over those that {self.name} has "
@@ -150,13 +157,30 @@ class Claim:
                 f"parameters by a hook of its own, and {self.name} exchanges in its place: leave "
                 "delay_all_reduce_named_params out"
             )
-        unclaimed = self._not_exchanged(model) if whole else []
+        if self._alone and set(ranks) != self.ranks:
+            raise ValueError(
+                f"DistributedDataParallel reduces over ranks {ranks}, and {self.name} exchanges "
+                f"between ranks {sorted(self.ranks)}: give both the same process_group=; or call "
+                "ddp.local_steps(model, optimizer), which takes the ranks that reduce in each step "
+                "for a host, and exchanges between hosts"
+            )
+
+    def _check_whole(self, model: Any) -> None:
+        """Check that all that a model reduces, or would, is exchanged by now.
+
+        Raises:
+            ValueError: it is not.
+        """
+        ranks = ddp_reduction.ranks_of(model)
+        in_host = len(ranks) > 1 and self.host.issuperset(ranks)
+        unclaimed = self._not_exchanged(model) if in_host or self._meets(ranks) else []
         if unclaimed:
+            state = "and hosts would drift apart" if in_host else "and its reduction is off"
             raise ValueError(
                 f"DistributedDataParallel reduces parameters that {self.name} does not "
-                f"exchange, and its reduction is off: {_listed(unclaimed)}. Freeze them before "
-                "the optimizer is made, or wrap what another optimizer trains in a "
-                "DistributedDataParallel of its own"
+                f"exchange, {state}: {_listed(unclaimed)}. Freeze them before the optimizer is "
+                "made, or wrap what another optimizer trains in a DistributedDataParallel of its "
+                "own"
             )
 
     def switch_off_models(self) -> None:
