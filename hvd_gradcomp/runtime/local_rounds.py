@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, Protocol
 
@@ -252,6 +252,7 @@ class LocalRounds:
         warmup: averages gradients; None without a warm-up, and if the frontend averages them.
         buffers: averages buffers after the last fragment; None for none.
         clock: says when a round is due, if ranks make different numbers of steps.
+        replicas: the ranks in sets that have the same parameters; () if all of them do.
 
     Attributes:
         fragments, counters, warmup: as given.
@@ -272,9 +273,11 @@ class LocalRounds:
         warmup: DenseMeans | None = None,
         buffers: DenseMeans | None = None,
         clock: RoundClock | None = None,
+        replicas: Sequence[Collection[int]] = (),
     ) -> None:
         self._schedule, self.fragments, self._ranks = schedule, list(fragments), ranks
         self.counters, self.warmup, self._buffers, self._clock = counters, warmup, buffers, clock
+        self._replicas = replicas
         self.agreed = self.started = self.loaded = False
         self._compared = False  # the global parameters, since they were set
         self._has_diverged = False
@@ -558,7 +561,8 @@ class LocalRounds:
         if error := out_of_step(states, counts_steps):
             self._ranks.compare_settings(None)  # different settings may be the reason
             raise error
-        if different := diverged(digests_of(states), self._ranks.noun, self._ranks.remedy):
+        what = self._ranks.noun, self._ranks.remedy
+        if different := diverged(digests_of(states), *what, self._replicas):
             self._has_diverged = True
             raise different
         self._ranks.refuse_faults({rank: state.fault for rank, state in states.items()})

@@ -8,4 +8,5 @@ inference            state is made outside of `torch.inference_mode`
 dcp                  values that `torch.distributed.checkpoint` saves a rank
 owners               the modules that own parameters
 safetensors_file     checkpoints as safetensors
+shards               this rank's parts of sharded tensors
 """

@@ -28,10 +28,16 @@ from hvd_gradcomp.runtime.round_clock import RoundClock
 from hvd_gradcomp.torch.interop.dynamo import interpreted
 from hvd_gradcomp.torch.interop.inference import outside_inference
 from hvd_gradcomp.torch.local.averaging import BufferMeans, mean_exchange
-from hvd_gradcomp.torch.local.fragment import Connect, make_fragments, without_local
+from hvd_gradcomp.torch.local.fragment import (
+    Connect,
+    lengths_of_units,
+    make_fragments,
+    without_local,
+)
 from hvd_gradcomp.torch.local.outer import Outer, OuterOptimizer
 from hvd_gradcomp.torch.local.ranks import TensorRankChannel
 from hvd_gradcomp.torch.local.round_clock import TensorProgressGather
+from hvd_gradcomp.torch.local.sharding import Sharding
 from hvd_gradcomp.torch.local.tensor_exchange import Connection, RankSync, TensorExchange
 from hvd_gradcomp.torch.local.warmup import WarmUp
 from hvd_gradcomp.torch.local.wrapped_optimizer import (
@@ -58,6 +64,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         named_buffers: buffers whose mean over ranks is taken with the last fragment.
         bucket_bytes, nonfinite: as in `DistributedOptimizer`.
         connect_clock: as `connect`, where nothing else travels; needed with a deadline.
+        sharding: of the model, if this rank has shards of it.
 
     Attributes:
         schedule: of the exchanges.
@@ -85,8 +92,9 @@ class LocalStepsOptimizer(WrappedOptimizer):
         bucket_bytes: int | None = None,
         nonfinite: str | None = None,
         connect_clock: Callable[[], Connection] | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
-        super().__init__(optimizer)
+        super().__init__(optimizer, sharding)
         validate.skip_or_raise(nonfinite, "there is no mean of parameters that are not finite")
         if isinstance(optimizer, torch.optim.LBFGS) and schedule.warmup_steps:
             raise ValueError(
@@ -109,9 +117,11 @@ class LocalStepsOptimizer(WrappedOptimizer):
             gather = TensorProgressGather(connect_clock(), device_of(named))
             clock = RoundClock(gather, schedule.every, schedule.deadline)
         sync = RankSync(connect("sync"), device_of(named))
+        description = sync.described(named, self._outer.compressor, self.settings)
         options = ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite=nonfinite, scaler=False)
+        units = [1] * len(named) if sharding is None else lengths_of_units(self._names, sharding)
         self._fragments = make_fragments(
-            named, self._outer, schedule.fragments, connect, options, self.settings
+            named, units, self._outer, schedule.fragments, connect, options, self.settings
         )
         self._warmup: WarmUp | None = None
         self._buffers: BufferMeans | None = None
@@ -123,11 +133,12 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self._rounds = LocalRounds(
             schedule,
             self._fragments,
-            TensorRankChannel(sync, self.settings, optimizer, parameters),
+            TensorRankChannel(sync, description, optimizer, parameters),
             RoundCounters(),
             warmup=self._warmup,
             buffers=self._buffers,
             clock=clock,
+            replicas=sync.replicas,
         )
         self._claim_parameters("LocalSteps", named)
 
@@ -177,6 +188,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         """
         self._check_superseded()
         self._rounds.exchange(self._refusal)
+        self._reshard()
 
     @outside_inference()
     def restart(self) -> None:
@@ -194,6 +206,11 @@ class LocalStepsOptimizer(WrappedOptimizer):
         In the warm-up all rows of such a table are shortened in each step, on all ranks.
         """
         self._rounds.restart()
+
+    def _reshard(self) -> None:
+        """Let the next forward read what was set, where an evaluation has gathered parameters."""
+        if self.sharding is not None:
+            self.sharding.reshard()
 
     # -- where ranks come and go ---------------------------------------------------------------
 
@@ -278,6 +295,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
             "schedule": repr(self.schedule),
             "mode": mode,
             "names": self._names,
+            "shard": self._shard,
             "started": self._rounds.started,
             "steps": counters.steps,
             "clock": counters.clock,
@@ -326,6 +344,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
     @torch.no_grad()
     def load_rounds(self, state_dict: dict[str, Any]) -> None:
         saved, rounds = state_dict[KEPT], self._rounds
+        self._reshard()
         self._outer.load_state_dict(saved["outer"])
         for fragment, state in zip(self._fragments, saved["fragments"]):
             fragment.load(state, saved["started"])
@@ -340,7 +359,11 @@ class LocalStepsOptimizer(WrappedOptimizer):
         Raises:
             CheckpointError: it was not.
         """
-        expected = {"schedule": repr(self.schedule), "names": self._names}
+        expected = {
+            "schedule": repr(self.schedule),
+            "names": self._names,
+            "shard": self._shard,
+        }
         for name, value in expected.items():
             saved_value = saved.get(name) if isinstance(saved, dict) else saved
             if saved_value != value:

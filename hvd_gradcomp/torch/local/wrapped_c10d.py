@@ -84,7 +84,7 @@ def LocalSteps(  # noqa: N802 - as over Horovod
             connect_clock=lambda: _connections(clock_group or group)("rounds"),
         )
 
-    return _make_on_all(group, make)
+    return make_on_all(group, make)
 
 
 def MomentumExchange(  # noqa: N802 - as over Horovod
@@ -128,7 +128,7 @@ def MomentumExchange(  # noqa: N802 - as over Horovod
             nonfinite=nonfinite,
         )
 
-    return _make_on_all(group, make)
+    return make_on_all(group, make)
 
 
 def _group_of(function: str, process_group: Any) -> ProcessGroup:
@@ -142,7 +142,7 @@ def _group_of(function: str, process_group: Any) -> ProcessGroup:
     return ProcessGroup(process_group)
 
 
-def _make_on_all(group: ProcessGroup, make: Callable[[], T]) -> T:
+def make_on_all(group: ProcessGroup, make: Callable[[], T]) -> T:
     """Make an optimizer on all ranks of a group, or on none of them.
 
     Raises:
@@ -170,13 +170,18 @@ def _connections(group: ProcessGroup) -> Callable[[str], Connection]:
 
     def connect(part: str) -> Connection:
         load = partial(reducer_state.load, remedies=OF_HOOKS)
-        how = _save, load, group.hang_up
+        how = save_own, load, group.hang_up
         return Connection(C10dBackend(group, part), participants, *how)
 
     return connect
 
 
-def _save(reducer: Reducer, mode: str) -> dict[str, Any]:
+def save_own(reducer: Reducer, mode: str) -> dict[str, Any]:
+    """Return the state of a reducer on this rank.
+
+    Raises:
+        ValueError: the mode asks for another rank's too.
+    """
     if mode != "sharded":
         raise ValueError(
             f"over torch.distributed each rank saves its own, mode='sharded', got {mode!r}"
