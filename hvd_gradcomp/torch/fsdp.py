@@ -41,7 +41,7 @@ from hvd_gradcomp.torch.hooks.fsdp_units import FSDPModule, Shard, Unit, groups_
 from hvd_gradcomp.torch.hooks.hook_compression import HookCompression, SetUp
 from hvd_gradcomp.torch.interop.dynamo import interpreted
 from hvd_gradcomp.torch.interop.inference import outside_inference
-from hvd_gradcomp.torch.local.wrapped_fsdp import local_steps
+from hvd_gradcomp.torch.local.wrapped_fsdp import MomentumExchange, local_steps
 from hvd_gradcomp.torch.local.wrapped_optimizer import WrappedOptimizer
 from hvd_gradcomp.torch.monitoring import inspection
 from hvd_gradcomp.torch.monitoring.inspection import compression_stats, describe, retrain
@@ -56,6 +56,7 @@ __all__ = [
     "CompressionStats",
     "DivergedError",
     "MismatchError",
+    "MomentumExchange",
     "NonFiniteGradientError",
     "OutOfStepError",
     "ShardedCompression",

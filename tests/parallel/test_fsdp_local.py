@@ -17,6 +17,7 @@ PARTS = (
     "frozen_for_a_round",
     "not_finite",
 )
+KEPT = ("momenta",)
 LAST = "three_levels", "made_and_dropped", "what_differs", "one_fails", "one_ends"
 
 
@@ -26,6 +27,10 @@ def test_methods(tmp_path):
 
 def test_two_hosts_of_two_shards(tmp_path):
     processes(tmp_path, 4, *PARTS, worker="fsdp_local")
+
+
+def test_what_is_kept(tmp_path):
+    processes(tmp_path, 4, *KEPT, worker="fsdp_local")
 
 
 def test_levels_and_errors(tmp_path):

@@ -1,6 +1,6 @@
-"""`fsdp.local_steps`: hosts that shard a model by `fully_shard`.
+"""`fsdp.local_steps` and `fsdp.MomentumExchange`: hosts that shard a model by `fully_shard`.
 
-Nothing travels between hosts until a round. Then each rank exchanges the change of
+With local steps nothing travels between hosts until a round. Then each rank exchanges the change of
 its shards with the ranks that have the same ones. What concerns the model as a whole is decided by
 all ranks: a shard that is not finite, a rank in another step, settings that differ.
 """
@@ -20,6 +20,7 @@ from hvd_gradcomp.torch.comm.c10d import C10dBackend
 from hvd_gradcomp.torch.comm.mesh import MeshGroups
 from hvd_gradcomp.torch.interop.shards import is_sharded
 from hvd_gradcomp.torch.local.local_steps import LocalStepsOptimizer
+from hvd_gradcomp.torch.local.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.local.outer import Outer
 from hvd_gradcomp.torch.local.sharding import Sharding
 from hvd_gradcomp.torch.local.tensor_exchange import Connection
@@ -105,6 +106,56 @@ def local_steps(
             outer,
             compression,
             named_buffers=named_buffers,
+            bucket_bytes=bucket_bytes,
+            nonfinite=nonfinite,
+            sharding=sharding,
+        )
+
+    return make_on_all(groups.everybody, make)
+
+
+def MomentumExchange(  # noqa: N802 - as over Horovod
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    compression: Any = None,
+    warmup_steps: int = 100,
+    *,
+    mesh: Any,
+    bucket_bytes: int | None = None,
+    nonfinite: str | None = None,
+) -> MomentumExchangeOptimizer:
+    """Wrap Adam or AdamW so that hosts exchange its momentum compressed, instead of gradients.
+
+    As `ddp.MomentumExchange`, for what `fully_shard` has sharded inside of each host: gradients are
+    reduced there, and the momentum of a shard goes to the ranks that have the same one.
+
+    Args:
+        model: what `fully_shard` returned.
+        optimizer: `torch.optim.Adam` or `AdamW` over the model's parameters.
+        compression, warmup_steps: as in `ddp.MomentumExchange`.
+        mesh: as in `fsdp.local_steps`.
+        bucket_bytes, nonfinite: as in `ddp.MomentumExchange`.
+
+    Returns:
+        A `torch.optim.Optimizer`; each rank saves its own `state_dict()`.
+
+    Raises:
+        TypeError, ValueError, MismatchError: as `fsdp.local_steps`, and as `ddp.MomentumExchange`.
+        OutOfStepError, DivergedError, NonFiniteGradientError: in `step`, on all ranks.
+    """
+    function = "fsdp.MomentumExchange"
+    _require_mesh(mesh, function)
+    groups = MeshGroups(mesh, _offloads(optimizer))
+
+    def make() -> MomentumExchangeOptimizer:
+        refuse_exchanging(optimizer)
+        named, sharding = _sharded(model, optimizer, groups, function)
+        return MomentumExchangeOptimizer(
+            optimizer,
+            named,
+            _connections(groups),
+            compression,
+            warmup_steps,
             bucket_bytes=bucket_bytes,
             nonfinite=nonfinite,
             sharding=sharding,

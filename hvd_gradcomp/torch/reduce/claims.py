@@ -245,6 +245,6 @@ def refuse_sharded(name: str, parameters: Iterable[torch.nn.Parameter]) -> None:
             raise TypeError(
                 f"the model is sharded, by {kind}, and {name} does not take shards: its "
                 "parameters must be whole on each rank. For what fully_shard has sharded there are "
-                "fsdp.local_steps, and fsdp.compress, which compresses the gradients between replicas "
-                "in each step"
+                "fsdp.local_steps, fsdp.MomentumExchange, and fsdp.compress, which compresses the "
+                "gradients between replicas in each step"
             )

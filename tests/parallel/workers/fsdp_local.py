@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import sys
 from pathlib import Path
@@ -16,7 +17,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from hvd_gradcomp import (
     ChunkedTopKCompressor,
     Int8Compressor,
+    OneBitCompressor,
     OuterSGD,
+    PowerSGDCompressor,
     StromCompressor,
 )
 from hvd_gradcomp.algorithms.combined.local_steps import DILOCO
@@ -375,6 +378,66 @@ def three_levels():
     model = sharded(mesh["in"])
     optimizer = fsdp.local_steps(model, sgd(model), mesh=mesh, every=EVERY)
     raises(ValueError, "between the hosts of a site", lambda: train(model, optimizer, 1))
+
+
+def momenta():
+    """Adam whose momentum hosts exchange in each step; its state is saved and loaded."""
+    mesh = mesh_of()
+    inside, across = mesh.get_group("in"), mesh.get_group("hosts")
+
+    def exchanged(compression, **options):
+        model = sharded(mesh["in"])
+        how = {"compression": compression, "warmup_steps": 2, "mesh": mesh, **options}
+        return model, fsdp.MomentumExchange(model, adamw(model), **how)
+
+    model, optimizer = exchanged(NONE)
+    torch.manual_seed(1)
+    plain = Transformer()
+    for p in plain.unused.parameters():
+        p.requires_grad_(False)
+    whole = Host(plain, inside)
+    named = plain.named_parameters()
+    ours = ddp.MomentumExchange(adamw(plain), named, NONE, 2, process_group=across)
+    for step in range(5):
+        train(model, optimizer, 1, step)
+        ours.zero_grad()
+        loss(whole, step).backward()
+        whole.reduce()
+        ours.step()
+        expected = torch.cat([p.detach().reshape(-1) for p in plain.parameters()])
+        assert torch.equal(vector(model), expected), step
+    for compression in (FEEDBACK, OneBitCompressor(), PowerSGDCompressor(rank=2)):
+        model, optimizer = exchanged(compression, bucket_bytes=4000)
+        train(model, optimizer, 4)
+        saved = copy.deepcopy(model.state_dict()), io.BytesIO()
+        torch.save(optimizer.state_dict(), saved[1])
+        saved[1].seek(0)
+        train(model, optimizer, 2, 4)
+        hosts_are_equal(model)
+        again, other = exchanged(compression, bucket_bytes=4000)
+        again.load_state_dict(saved[0])
+        other.load_state_dict(torch.load(saved[1], weights_only=True))
+        train(again, other, 2, 4)
+        assert torch.equal(vector(model), vector(again)), compression
+        fsdp.verify(optimizer)
+    for policy in (None, "skip"):
+        model, optimizer = exchanged(FEEDBACK, nonfinite=policy)
+        train(model, optimizer, 3)
+        before = vector(model)
+        optimizer.zero_grad()
+        loss(model, 3).backward()
+        if dist.get_rank() == 2:
+            spoil(next(model.layers[0].parameters()).grad, "inf")
+        if policy is None:
+            raises(NonFiniteGradientError, "in step 4", optimizer.step)
+        else:
+            optimizer.step()
+        assert torch.equal(vector(model), before)
+        train(model, optimizer, 1, 4)
+        hosts_are_equal(model)
+    model, optimizer = exchanged(NONE, warmup_steps=2 + dist.get_rank() % 2)
+    raises(MismatchError, "warmup_steps=3", lambda: train(model, optimizer, 1))
+    raises(TypeError, "Adam", lambda: fsdp.MomentumExchange(model, sgd(model), mesh=mesh))
 
 
 def what_differs():
