@@ -41,6 +41,7 @@ from hvd_gradcomp.torch.hooks.fsdp_units import FSDPModule, Shard, Unit, groups_
 from hvd_gradcomp.torch.hooks.hook_compression import HookCompression, SetUp
 from hvd_gradcomp.torch.interop.dynamo import interpreted
 from hvd_gradcomp.torch.interop.inference import outside_inference
+from hvd_gradcomp.torch.local.sharded_checkpoint import Checkpoint
 from hvd_gradcomp.torch.local.wrapped_fsdp import MomentumExchange, local_steps
 from hvd_gradcomp.torch.local.wrapped_optimizer import WrappedOptimizer
 from hvd_gradcomp.torch.monitoring import inspection
@@ -52,6 +53,7 @@ from hvd_gradcomp.torch.reduce.options import ExchangeOptions
 from hvd_gradcomp.torch.reduce.reducer import Reducer
 
 __all__ = [
+    "Checkpoint",
     "CheckpointError",
     "CompressionStats",
     "DivergedError",

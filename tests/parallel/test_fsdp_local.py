@@ -17,7 +17,7 @@ PARTS = (
     "frozen_for_a_round",
     "not_finite",
 )
-KEPT = ("momenta",)
+KEPT = "checkpoints", "other_hosts", "momenta"
 LAST = "three_levels", "made_and_dropped", "what_differs", "one_fails", "one_ends"
 
 

@@ -10,6 +10,7 @@ fragment            parameters that are exchanged together, and their global cop
 outer               the optimizer over the global parameters
 averaging, warmup   dense means over ranks: of buffers, and of gradients in the warm-up
 ranks               the comparison of ranks before an exchange
+sharded_checkpoint  `fsdp.Checkpoint`, for `torch.distributed.checkpoint`
 sharding            shards of a model, of which a rank exchanges its own
 round_clock         numbers of steps that ranks submit without waiting
 fixed_variance      Adam's second moment, kept

@@ -25,6 +25,7 @@ from hvd_gradcomp.runtime.local_rounds import (
     RoundCounters,
 )
 from hvd_gradcomp.runtime.round_clock import RoundClock
+from hvd_gradcomp.torch.interop.dcp import from_checkpoint
 from hvd_gradcomp.torch.interop.dynamo import interpreted
 from hvd_gradcomp.torch.interop.inference import outside_inference
 from hvd_gradcomp.torch.local.averaging import BufferMeans, mean_exchange
@@ -68,6 +69,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
 
     Attributes:
         schedule: of the exchanges.
+        named: (name, parameter) of all that is exchanged.
         outer: the outer optimizer, over the global parameters; a scheduler of its own may drive it.
         steps_made: local steps so far, skipped ones included.
         rounds: exchanges of the whole model that were applied so far.
@@ -105,7 +107,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self._skips = nonfinite == "skip"
         named = named_of(optimizer, named_parameters)
         parameters = [p for _, p in named]
-        self._names = [name for name, _ in named]
+        self.named, self._names = list(named), [name for name, _ in named]
         self._outer = OuterOptimizer(outer, parameters, compression, stock)
         self.outer = self._outer.optimizer
         warn_without_warmup(self._outer.momentum, self._outer.compressor, schedule.warmup_steps)
@@ -289,7 +291,22 @@ class LocalStepsOptimizer(WrappedOptimizer):
         Each rank saves its own: inner state and local parameters differ between exchanges.
         `hvd.save_checkpoint` does so; it calls this with mode="consolidated" for a checkpoint that
         any number of ranks loads, which begin with the global parameters.
+
+        Raises:
+            RuntimeError: `torch.distributed.checkpoint` calls it, which would mix the shards of
+                several hosts.
         """
+        if self.sharding is not None and from_checkpoint():
+            raise RuntimeError(
+                "torch.distributed.checkpoint would mix the shards of hosts, which train apart "
+                "between rounds: save and load fsdp.Checkpoint(model, optimizer), which has the "
+                "model's parameters too"
+            )
+        return self.saved_state(mode)
+
+    @outside_inference()
+    def saved_state(self, mode: str = "sharded") -> dict[str, Any]:
+        """Return what `state_dict` does, whoever calls it."""
         counters, warmup, buffers = self._rounds.counters, self._warmup, self._buffers
         saved = {
             "schedule": repr(self.schedule),
@@ -311,7 +328,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
     def common_state_dict(self) -> dict[str, Any]:
         """Return the state that all ranks may go on from: with the global parameters."""
         self._rounds.refresh_copies()  # no step of the warm-up moves them
-        state = self.state_dict()
+        state = self.saved_state()
         fragments = [without_local(saved) for saved in state[KEPT]["fragments"]]
         return {**state, KEPT: {**state[KEPT], "fragments": fragments}}
 

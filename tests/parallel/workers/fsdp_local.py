@@ -6,11 +6,14 @@ import copy
 import io
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -23,6 +26,7 @@ from hvd_gradcomp import (
     StromCompressor,
 )
 from hvd_gradcomp.algorithms.combined.local_steps import DILOCO
+from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.method.compressor import leaves
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
@@ -331,6 +335,75 @@ def states(optimizer):
     return [x.clone() for bucket in buckets for _, x in leaves(bucket.state)]
 
 
+def checkpoints(folder):
+    """In mid-round and between rounds, to the bit, by PyTorch's way and by each rank's own file."""
+    streaming = {"fragments": 2, "delay": 1, "outer": DILOCO, "warmup_steps": 1}
+    kinds = (
+        ({}, NONE, adamw, (0, 2)),
+        (streaming, FEEDBACK, adamw, (1, 2, EVERY + 1)),
+        ({"outer": OuterSGD(0.7, 0.5)}, ChunkedTopKCompressor(chunk=64, k=8), adamw, (EVERY,)),
+        ({}, PowerSGDCompressor(rank=2), sgd, (2 * EVERY + 1,)),
+    )
+    for place, (options, compression, make, at) in enumerate(kinds):
+        for steps in at:
+            made = partial(local, compression, None, None, make, **options)
+            model, optimizer = made()
+            train(model, optimizer, steps)
+            where = folder / f"dcp-{place}-{steps}"
+            dcp.save({"training": fsdp.Checkpoint(model, optimizer)}, checkpoint_id=where)
+            stream = io.BytesIO()
+            torch.save(optimizer.state_dict(), stream)
+            stream.seek(0)
+            weights = copy.deepcopy(model.state_dict())
+            train(model, optimizer, 5, steps)
+            again, other = made()
+            dcp.load({"training": fsdp.Checkpoint(again, other)}, checkpoint_id=where)
+            third, own = made()
+            third.load_state_dict(weights)
+            own.load_state_dict(torch.load(stream, weights_only=True))
+            for resumed, by in ((again, other), (third, own)):
+                train(resumed, by, 5, steps)
+                assert torch.equal(vector(model), vector(resumed)), (options, compression, steps)
+                assert by.steps_made == steps + 5 and by.rounds == optimizer.rounds
+                assert by.stats() == optimizer.stats()
+            optimizer.exchange()
+            hosts_are_equal(model)
+    saved = optimizer.state_dict()
+    elsewhere = {**saved, "gradcomp": {**saved["gradcomp"], "shard": "1 of 4"}}
+    raises(CheckpointError, "with another shard", lambda: optimizer.load_state_dict(elsewhere))
+    text = "save and load fsdp.Checkpoint(model, optimizer)"
+    raises(RuntimeError, text, lambda: get_state_dict(model, optimizer))
+    raises(TypeError, "fsdp.Checkpoint takes", lambda: fsdp.Checkpoint(model, sgd(model)))
+
+
+def other_hosts(folder):
+    """Another number of hosts goes on from the global parameters; so does a plain model."""
+    options = {"outer": DILOCO, "warmup_steps": 1}
+    model, optimizer = local(FEEDBACK, None, None, adamw, **options)
+    train(model, optimizer, 1 + EVERY)
+    shared = vector(model)
+    train(model, optimizer, EVERY - 1, 1 + EVERY)
+    dcp.save({"training": fsdp.Checkpoint(model, optimizer)}, checkpoint_id=folder / "hosts")
+    moments = optimizer.outer.state_dict()["state"]
+    for shape in ((2, 2), (4, 1), (1, 4)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("hosts", "in"))
+        again, other = local(FEEDBACK, mesh, None, adamw, **options)
+        part = fsdp.Checkpoint(again, other, whole=True)
+        dcp.load({"training": part}, checkpoint_id=folder / "hosts")
+        assert torch.equal(vector(again), shared), shape
+        assert (other.steps_made, other.rounds) == (2 * EVERY, 1)
+        assert len(other.outer.state) == len(moments)
+        train(again, other, EVERY, 2 * EVERY)
+        assert other.rounds == 2 and not torch.equal(vector(again), shared)
+        other.exchange()
+        alike(vector(again))
+    plain = Transformer()
+    weights = plain.state_dict()
+    dcp.load({"training": {"model": weights}}, checkpoint_id=folder / "hosts")
+    plain.load_state_dict(weights)
+    assert torch.equal(torch.cat([p.detach().reshape(-1) for p in plain.parameters()]), shared)
+
+
 def sites():
     return init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("sites", "hosts", "in"))
 
@@ -537,7 +610,8 @@ def main():
     dist.init_process_group("gloo", met, timeout=TIMEOUT, rank=rank, world_size=size)
     done = []
     for name in sys.argv[4:]:
-        globals()[name]()
+        arguments = (folder,) if name in ("checkpoints", "other_hosts") else ()
+        globals()[name](*arguments)
         done.append(name)
         (folder / f"{rank}.json").write_text(json.dumps(done))
     assert not [name for name in sys.modules if name.startswith("horovod.")]
