@@ -101,10 +101,10 @@ class Checkpoint:
             for name, p in optimizer.named:
                 local_part(p).copy_(local_part(saved["model"][_named(name)]))
         if not self._whole:
-            own = torch.load(io.BytesIO(saved[self._rank]), weights_only=True)
-            optimizer.load_state_dict(own["optimizer"])
+            of_rank = torch.load(io.BytesIO(saved[self._rank]), weights_only=True)
+            optimizer.load_state_dict(of_rank["optimizer"])
             for name, buffer in model.named_buffers():
-                buffer.copy_(own["buffers"][name])
+                buffer.copy_(of_rank["buffers"][name])
             return
         if not saved["counters"]["begins"]:
             set_optimizer_state_dict(model, optimizer.inner, saved["optimizer"])

@@ -90,9 +90,9 @@ def train(model, optimizer, steps, first=0, clip=None):
 
 def among_hosts(model):
     """Return the parameters of each host, whole."""
-    mine = vector(model)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
+    here = vector(model)
+    every = [torch.empty_like(here) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, here)
     ranks = dist.get_world_size() // 2
     return every[0], every[ranks]
 
@@ -358,10 +358,10 @@ def checkpoints(folder):
             train(model, optimizer, 5, steps)
             again, other = made()
             dcp.load({"training": fsdp.Checkpoint(again, other)}, checkpoint_id=where)
-            third, own = made()
+            third, by_file = made()
             third.load_state_dict(weights)
-            own.load_state_dict(torch.load(stream, weights_only=True))
-            for resumed, by in ((again, other), (third, own)):
+            by_file.load_state_dict(torch.load(stream, weights_only=True))
+            for resumed, by in ((again, other), (third, by_file)):
                 train(resumed, by, 5, steps)
                 assert torch.equal(vector(model), vector(resumed)), (options, compression, steps)
                 assert by.steps_made == steps + 5 and by.rounds == optimizer.rounds
