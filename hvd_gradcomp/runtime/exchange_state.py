@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from hvd_gradcomp.monitoring.verify import DivergedError
@@ -64,19 +64,26 @@ def digests_of(states: States) -> dict[int, int]:
     return {rank: state.digest for rank, state in states.items()}
 
 
-def diverged(digests: Mapping[int, int], what: str, remedy: str) -> DivergedError | None:
+def diverged(
+    digests: Mapping[int, int], what: str, remedy: str, replicas: Sequence[Collection[int]] = ()
+) -> DivergedError | None:
     """Return the error of ranks whose global parameters differ; None if they are equal.
 
     Args:
         digests: of the parameters, by rank.
         what: "parameters" or "variables".
         remedy: how to make them equal.
+        replicas: the ranks in sets that have the same parameters; () if all of them do.
+
+    >>> diverged({0: 7, 1: 8, 2: 7, 3: 8}, "parameters", "", [{0, 2}, {1, 3}])
     """
-    if len(set(digests.values())) == 1:
-        return None
-    return DivergedError(
-        f"the global {what} of the ranks differ; digests by rank: {digests}. {remedy}"
-    )
+    for ranks in replicas or [digests]:
+        of_these = {rank: digests[rank] for rank in sorted(ranks)}
+        if len(set(of_these.values())) > 1:
+            return DivergedError(
+                f"the global {what} of the ranks differ; digests by rank: {of_these}. {remedy}"
+            )
+    return None
 
 
 def different_lengths(states: States) -> MismatchError | None:

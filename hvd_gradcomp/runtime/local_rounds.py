@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Optional, Protocol
@@ -262,6 +262,7 @@ class LocalRounds:
         rate: returns the inner optimizer's learning rate; for schedules that follow it.
         evaluating: context in which the model has the parameters that are evaluated, for an inner
             optimizer that trains others; these are exchanged. What the user sets is not seen then.
+        replicas: the ranks in sets that have the same parameters; () if all of them do.
 
     Attributes:
         fragments, counters, warmup: as given.
@@ -284,6 +285,7 @@ class LocalRounds:
         clock: RoundClock | None = None,
         rate: Callable[[], float] | None = None,
         evaluating: Callable[[], AbstractContextManager[None]] | None = None,
+        replicas: Sequence[Collection[int]] = (),
     ) -> None:
         if schedule.follows_rate and rate is None:
             raise ValueError(f"{schedule} follows the learning rate of an optimizer: pass it")
@@ -292,6 +294,7 @@ class LocalRounds:
         self._failure: Exception | None = None  # of the function that decides lengths
         self._schedule, self.fragments, self._ranks = schedule, list(fragments), ranks
         self.counters, self.warmup, self._buffers, self._clock = counters, warmup, buffers, clock
+        self._replicas = replicas
         self.agreed = self.started = self.loaded = False
         self._compared = False  # the global parameters, since they were set
         self._has_diverged = False
@@ -640,7 +643,8 @@ class LocalRounds:
         if error := out_of_step(states, counts_steps) or different_lengths(states):
             self._ranks.compare_settings(None)  # different settings may be the reason
             raise error
-        if different := diverged(digests_of(states), self._ranks.noun, self._ranks.remedy):
+        what = self._ranks.noun, self._ranks.remedy
+        if different := diverged(digests_of(states), *what, self._replicas):
             self._has_diverged = True
             raise different
         self._ranks.refuse_faults({rank: state.fault for rank, state in states.items()})

@@ -13,6 +13,8 @@ the result is also right where a gradient was accumulated before, or has another
 
 A backward under `model.set_requires_all_reduce(False)` exchanges nothing: our hook sums up its
 gradients, as FSDP does for hybrid sharding, and the next backward without it exchanges the sum.
+
+`local_steps` and `MomentumExchange` are for optimizers that exchange in their step.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp
 
 from hvd_gradcomp.checkpoint.schema import CheckpointError
@@ -33,26 +34,32 @@ from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare, values
-from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
+from hvd_gradcomp.torch.comm.c10d import C10dBackend
+from hvd_gradcomp.torch.comm.mesh import MeshGroups
 from hvd_gradcomp.torch.hooks.fsdp_exchange import ShardExchange
 from hvd_gradcomp.torch.hooks.fsdp_units import FSDPModule, Shard, Unit, groups_of, units_of
 from hvd_gradcomp.torch.hooks.hook_compression import HookCompression, SetUp
 from hvd_gradcomp.torch.interop.dynamo import interpreted
 from hvd_gradcomp.torch.interop.inference import outside_inference
+from hvd_gradcomp.torch.local.sharded_checkpoint import Checkpoint
+from hvd_gradcomp.torch.local.wrapped_fsdp import MomentumExchange, local_steps
+from hvd_gradcomp.torch.local.wrapped_optimizer import WrappedOptimizer
 from hvd_gradcomp.torch.monitoring import inspection
 from hvd_gradcomp.torch.monitoring.inspection import compression_stats, describe, retrain
 from hvd_gradcomp.torch.monitoring.stats_writer import StatsWriter
-from hvd_gradcomp.torch.reduce.backend import MakeBackend
+from hvd_gradcomp.torch.reduce.backend import GroupBackend, MakeBackend
 from hvd_gradcomp.torch.reduce.bucketing import BucketPlanner
 from hvd_gradcomp.torch.reduce.claims import Claim
 from hvd_gradcomp.torch.reduce.options import ExchangeOptions
 from hvd_gradcomp.torch.reduce.reducer import Reducer
 
 __all__ = [
+    "Checkpoint",
     "CheckpointError",
     "CompressionStats",
     "DivergedError",
     "MismatchError",
+    "MomentumExchange",
     "NonFiniteGradientError",
     "OutOfStepError",
     "ShardedCompression",
@@ -60,6 +67,7 @@ __all__ = [
     "compress",
     "compression_stats",
     "describe",
+    "local_steps",
     "retrain",
     "state_of",
     "verify",
@@ -109,7 +117,8 @@ def verify(source: Any) -> None:
     All ranks of the mesh call it at the same place, between steps.
 
     Args:
-        source: the model, or the state that `compress` returned.
+        source: the model, or the state that `compress` returned; or the optimizer of `local_steps`
+            or `MomentumExchange`, of which the global parameters are compared.
 
     Raises:
         DivergedError: on all ranks. Those with the shard in question name the first tensor that
@@ -117,7 +126,41 @@ def verify(source: Any) -> None:
         OutOfStepError: on all ranks, if some of them are in backward.
         TypeError: nothing compresses the model.
     """
+    if isinstance(source, WrappedOptimizer) and source.sharding is not None:
+        _verify(source, source.sharding.everybody)
+        return
     (source if isinstance(source, ShardedCompression) else state_of(source)).verify()
+
+
+def _verify(source: Any, everybody: GroupBackend) -> None:
+    """Compare the replicas of each shard; see `verify`.
+
+    Args:
+        source: exchanges them.
+        everybody: compares all ranks.
+    """
+    _ranks_with_difference(everybody, None)
+    difference: DivergedError | None = None
+    try:
+        inspection.verify(source)
+    except DivergedError as error:
+        difference = error
+    elsewhere = _ranks_with_difference(everybody, difference)
+    if difference is not None:
+        raise difference
+    if elsewhere:
+        raise DivergedError(
+            f"the replicas of another shard differ, as ranks {', '.join(elsewhere)} tell"
+        )
+
+
+def _ranks_with_difference(everybody: GroupBackend, difference: DivergedError | None) -> list[str]:
+    """Return the ranks whose replicas differ; an error unless all ranks verify."""
+    header = StepHeader(Kind.VERIFY, fault=int(difference is not None))
+    headers = everybody.gather_headers(header, "verify")
+    if error := compare(headers):
+        raise error
+    return [str(rank) for rank in values(headers, "fault")]
 
 
 class ShardedCompression(HookCompression):
@@ -170,11 +213,8 @@ class ShardedCompression(HookCompression):
         backend: MakeBackend = C10dBackend,
     ) -> None:
         _require_mesh(mesh)
-        self._everybody = ProcessGroup(mesh.get_group(0), sorted(mesh.mesh.flatten().tolist()))
-        if self._everybody.size() == dist.get_world_size():
-            self._replicas = self._everybody.split([sorted(x) for x in mesh.mesh.t().tolist()])
-        else:  # ranks outside of the mesh do not come here, and members alone make the group
-            self._replicas = ProcessGroup(mesh.get_group(0))
+        groups = MeshGroups(mesh)
+        self._everybody, self._replicas = groups.everybody, groups.across
         self._place = mesh.get_local_rank(0), mesh.get_local_rank(1)
         self._mesh = tuple(mesh.mesh.shape)
         self._transport = backend(self._replicas, "fsdp")
@@ -249,27 +289,7 @@ class ShardedCompression(HookCompression):
 
     def verify(self) -> None:
         """Compare the replicas of each shard; see `verify`."""
-        self._ranks_with_difference(None)
-        difference: DivergedError | None = None
-        try:
-            inspection.verify(self)
-        except DivergedError as error:
-            difference = error
-        elsewhere = self._ranks_with_difference(difference)
-        if difference is not None:
-            raise difference
-        if elsewhere:
-            raise DivergedError(
-                f"the replicas of another shard differ, as ranks {', '.join(elsewhere)} tell"
-            )
-
-    def _ranks_with_difference(self, difference: DivergedError | None) -> list[str]:
-        """Return the ranks whose replicas differ; an error unless all ranks verify."""
-        header = StepHeader(Kind.VERIFY, fault=int(difference is not None))
-        headers = self._steps.gather_headers(header, "verify")
-        if error := compare(headers):
-            raise error
-        return [str(rank) for rank in values(headers, "fault")]
+        _verify(self, self._steps)
 
     @outside_inference()
     def state_dict(self) -> dict[str, Any]:

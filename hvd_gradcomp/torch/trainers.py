@@ -32,6 +32,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING
+from hvd_gradcomp.algorithms.combined.round_length import Every
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.monitoring.reports import scalars
 from hvd_gradcomp.monitoring.stats import CompressionStats
@@ -100,7 +101,11 @@ def compress(trainer: Any, compression: Any = None, **options: Any) -> Compresse
 
 
 def local_steps(
-    trainer: Any, every: int = 15, outer: Outer = AVERAGING, compression: Any = None, **options: Any
+    trainer: Any,
+    every: Every = 15,
+    outer: Outer = AVERAGING,
+    compression: Any = None,
+    **options: Any,
 ) -> LocalTraining:
     """Let the ranks of a trainer step alone, and exchange every so many steps; all ranks call it.
 

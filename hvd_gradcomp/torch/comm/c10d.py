@@ -171,20 +171,21 @@ class ProcessGroup:
     Args:
         group: `torch.distributed`'s, whose backend and timeout ours has; None for all ranks.
         ranks: of ours, if they are not those of `group`.
+        backend: of ours, if it is not that of `group`.
 
     Attributes:
         failed: a collective has failed, as another rank has stopped.
     """
 
-    def __init__(self, group: Any = None, ranks: list[int] | None = None) -> None:
+    def __init__(
+        self, group: Any = None, ranks: list[int] | None = None, backend: str | None = None
+    ) -> None:
         everybody = list(range(dist.get_world_size()))
         if ranks is None:
             ranks = everybody if group is None else dist.get_process_group_ranks(group)
-        device = torch.device("cpu")
-        backend = dist.get_backend(group)
-        if backend == "nccl":
-            device = torch.device("cuda", torch.cuda.current_device())
-        timeout = _timeout_of(group, device)
+        timeout = _timeout_of(group, _device_of(dist.get_backend(group)))
+        backend = backend or dist.get_backend(group)
+        device = _device_of(backend)
         pool = _pool_of(ranks, backend)
         connection = pool.take(timeout, device)
         if connection is None:
@@ -302,6 +303,13 @@ class ProcessGroup:
             return (bytes(row[:n].tolist()) for row, n in zip(rows, lengths))
 
         return typed_json.gather(item, kind, allgather, self.ranks)
+
+
+def _device_of(backend: str) -> torch.device:
+    """Return the device whose tensors a backend moves."""
+    if backend == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def _timeout_of(group: Any, device: torch.device) -> Any:

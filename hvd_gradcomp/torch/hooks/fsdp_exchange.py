@@ -200,28 +200,13 @@ class ShardExchange(HookExchange):
                 if shard.name not in self._arrived and shard.local.numel() and shard.trained:
                     reducer.mark_ready(shard.local, gradients.get(shard), weight)
         reducer.programs.wait_all()
-        failure: NonFiniteGradientError | None = None
-        try:
-            reducer.commit_or_roll_back()
-        except NonFiniteGradientError as error:
-            ranks = ", ".join(map(str, self._replicas.ranks))
-            failure = NonFiniteGradientError(
-                f"{error}. Its numbers of ranks are places among the replicas of this shard, which "
-                f"are ranks {ranks}"
-            )
-        nonfinite = reducer.rolled_back or failure is not None
-        header = StepHeader(Kind.STEP, reducer.steps, fault=int(nonfinite))
+        reducer.commit_or_roll_back_among(self._nonfinite_ranks)
+
+    def _nonfinite_ranks(self, here: bool) -> list[int]:
+        """Return the ranks with a non-finite gradient, among all ranks of the mesh."""
+        header = StepHeader(Kind.STEP, self._reducer.steps, fault=int(here))
         headers = self._transport.gather_headers(header, "the end of a step")
-        elsewhere = [str(rank) for rank in values(headers, "fault")]
-        if elsewhere and not nonfinite:
-            failure = NonFiniteGradientError(
-                f"the shard of rank {', '.join(elsewhere)} has a NaN or an infinity in its gradient"
-            )
-            if reducer.rolls_back_nonfinite:
-                reducer.rollback_nonfinite(failure)
-                failure = None
-        if failure is not None:
-            raise failure
+        return [*values(headers, "fault")]
 
     def _fail(self, error: Exception) -> None:
         if not isinstance(error, (NonFiniteGradientError, OutOfStepError)):

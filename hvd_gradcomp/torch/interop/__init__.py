@@ -9,4 +9,5 @@ schedule_free        optimizers that train other parameters than those to evalua
 dcp                  values that `torch.distributed.checkpoint` saves a rank
 owners               the modules that own parameters
 safetensors_file     checkpoints as safetensors
+shards               this rank's parts of sharded tensors
 """

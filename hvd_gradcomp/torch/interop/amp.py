@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from hvd_gradcomp.torch.interop.shards import local_part
+
 GRAD_SCALER: Any = getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)
 _scaling: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()  # most recent last
 
@@ -141,4 +143,4 @@ def unscale(groups: Sequence[dict[str, Any]], scale: torch.Tensor) -> None:
     for group in groups:
         for p in group["params"]:
             if p.grad is not None:
-                p.grad.mul_(factor.to(p.grad.device))
+                local_part(p.grad).mul_(factor.to(p.grad.device))

@@ -8,6 +8,7 @@ import torch
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.runtime.local_rounds import DenseMeans
+from hvd_gradcomp.torch.interop.shards import local_part
 from hvd_gradcomp.torch.local.fragment import Connect
 from hvd_gradcomp.torch.local.outer import wide
 from hvd_gradcomp.torch.local.tensor_exchange import TensorExchange
@@ -24,7 +25,7 @@ def mean_exchange(
         connect: returns the connection.
         name: of the exchange.
     """
-    shapes = [(n, wide(x)) for n, x in named]
+    shapes = [(n, wide(local_part(x))) for n, x in named]
     options = ExchangeOptions(nonfinite="skip", scaler=False)
     return TensorExchange(shapes, shapes, NoneCompressor(), connect(name), options, name)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hvd_gradcomp.torch.interop.shards import local_part
 from hvd_gradcomp.torch.local.warmup import dense_gradient
 from hvd_gradcomp.torch.reduce.bucket import as_real
 
@@ -38,8 +39,9 @@ class FixedVarianceAdam:
         for p in parameters:
             gradient, group = dense_gradient(p), groups[p]
             if p.requires_grad and not self._decoupled(group):
-                gradient = gradient.add(p, alpha=float(group["weight_decay"]))
-            momenta.append(torch.lerp(self._moments(p)[_FIRST], gradient, 1.0 - group["betas"][0]))
+                gradient = gradient.add(local_part(p), alpha=float(group["weight_decay"]))
+            first = local_part(self._moments(p)[_FIRST])
+            momenta.append(torch.lerp(first, gradient, 1.0 - group["betas"][0]))
         return momenta
 
     @torch.no_grad()
@@ -48,22 +50,28 @@ class FixedVarianceAdam:
         for group in self._optimizer.param_groups:
             for p in group["params"]:
                 if p in momenta and p.requires_grad:
-                    self._update(p, group, momenta[p])
+                    self._update(local_part(p), self._moments(p), group, momenta[p])
 
-    def _update(self, p: torch.nn.Parameter, group: dict[str, Any], momentum: torch.Tensor) -> None:
-        state = self._moments(p)
+    def _update(
+        self,
+        p: torch.Tensor,
+        state: dict[str, torch.Tensor],
+        group: dict[str, Any],
+        momentum: torch.Tensor,
+    ) -> None:
         (b1, b2), lr = group["betas"], float(group["lr"])
         state["step"] += 1
-        state[_FIRST].copy_(momentum)
+        first, variance = local_part(state[_FIRST]), as_real(local_part(state[_SECOND]))
+        first.copy_(momentum)
         if self._decoupled(group):
             p.mul_(1.0 - lr * group["weight_decay"])
-        first = 1.0 - b1 ** float(state["step"])
-        second = math.sqrt(1.0 - b2**self._warmup_steps)
-        variance = as_real(state[_SECOND])  # Adam takes a complex parameter as two real ones
-        root = variance.sqrt().div_(second).add_(group["eps"])
+        # Adam takes a complex parameter as two real ones.
+        correction = math.sqrt(1.0 - b2**self._warmup_steps)
+        root = variance.sqrt().div_(correction).add_(group["eps"])
         # Without a second moment what a quantizer adds would be divided by epsilon.
         root.masked_fill_(variance == 0, math.inf)
-        as_real(p).addcdiv_(as_real(state[_FIRST]), root, value=-lr / first)
+        rate = lr / (1.0 - b1 ** float(state["step"]))
+        as_real(p).addcdiv_(as_real(first), root, value=-rate)
 
     def _moments(self, p: torch.nn.Parameter) -> dict[str, torch.Tensor]:
         """Return the optimizer's state of a parameter, zeros where it has none yet."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 
 from hvd_gradcomp.algorithms.combined.local_steps import cut
 from hvd_gradcomp.runtime.local_rounds import Fragment
+from hvd_gradcomp.torch.interop.shards import local_part
 from hvd_gradcomp.torch.local.max_norm import Table, shortened, tables_of, was_shortened
 from hvd_gradcomp.torch.local.outer import OuterOptimizer
+from hvd_gradcomp.torch.local.sharding import Sharding
 from hvd_gradcomp.torch.local.tensor_exchange import Connection, TensorExchange
 from hvd_gradcomp.torch.reduce.bucket import Named, as_real
 from hvd_gradcomp.torch.reduce.options import ExchangeOptions
@@ -23,11 +26,12 @@ Connect = Callable[[str], Connection]  # returns the connection of one exchange,
 
 
 class TensorFragment(Fragment):
-    """Fragment of parameters that each rank has whole.
+    """Fragment of parameters; of those that are sharded this rank holds and exchanges its part.
 
     Args:
         parameters: of the model.
-        copies: the global parameters, in float32 if the model's are narrower.
+        copies: the global parameters, this rank's parts of them, in float32 if the model's are
+            narrower.
         outer: the optimizer that moves them.
         exchange: of the pseudogradients.
         tables: embeddings with `max_norm` among the parameters, by place.
@@ -56,6 +60,11 @@ class TensorFragment(Fragment):
     def in_flight(self) -> bool:
         return self.sent is not None
 
+    @property
+    def _parts(self) -> list[torch.Tensor]:
+        """Return this rank's parts of the parameters; `fully_shard` may move their memory."""
+        return [local_part(p) for p in self.parameters]
+
     def digest(self) -> int:
         return digest(self.copies)
 
@@ -68,7 +77,7 @@ class TensorFragment(Fragment):
         not taken back.
         """
         return [
-            c.detach().to(p.dtype).to(c.dtype) - p.detach()
+            c.detach().to(p.dtype).to(c.dtype) - local_part(p)
             if p.requires_grad
             else torch.zeros_like(c)
             for c, p in zip(self.copies, self.parameters)
@@ -104,18 +113,18 @@ class TensorFragment(Fragment):
 
     @torch.no_grad()
     def hand_out(self, blend: float) -> None:
-        for c, p in zip(self.copies, self.parameters):
+        for c, part in zip(self.copies, self._parts):
             if blend:
-                p.copy_(blend * p + (1.0 - blend) * c)
+                part.copy_(blend * part + (1.0 - blend) * c)
             else:
-                p.copy_(c)
+                part.copy_(c)
         if not blend:
             self.moved = 0
 
     @torch.no_grad()
     def take_copies(self, keeps_equal: bool = True) -> None:
-        for c, p in zip(self.copies, self.parameters):
-            c.copy_(torch.where(_differs(p, c), p.to(c.dtype), c) if keeps_equal else p)
+        for c, part in zip(self.copies, self._parts):
+            c.copy_(torch.where(_differs(part, c), part.to(c.dtype), c) if keeps_equal else part)
         self.moved = 0
 
     @torch.no_grad()
@@ -127,12 +136,12 @@ class TensorFragment(Fragment):
         """
         if self.moved:
             return
-        for place, (c, p) in enumerate(zip(self.copies, self.parameters)):
-            is_set = _differs(p, c)
+        for place, (c, part) in enumerate(zip(self.copies, self._parts)):
+            is_set = _differs(part, c)
             if place in self._tables:
-                rows = c.detach().to(p.dtype)
-                is_set &= ~was_shortened(self._tables[place], rows, p.detach()).unsqueeze(1)
-            c.copy_(torch.where(is_set, p.to(c.dtype), c))
+                rows = c.detach().to(part.dtype)
+                is_set &= ~was_shortened(self._tables[place], rows, part).unsqueeze(1)
+            c.copy_(torch.where(is_set, part.to(c.dtype), c))
 
     @torch.no_grad()
     def before_warm_step(self) -> None:
@@ -157,7 +166,7 @@ class TensorFragment(Fragment):
         """Return the state; with mode="consolidated" what any number of ranks loads."""
         saved = {
             "global": [c.detach().clone() for c in self.copies],
-            "local": [p.detach().clone() for p in self.parameters],
+            "local": [part.clone() for part in self._parts],
             "moved": self.moved,
             "sent": None if self.sent is None else [x.clone() for x in self.sent],
             "exchange": self.exchange.save(mode),
@@ -181,8 +190,8 @@ class TensorFragment(Fragment):
         if is_own and saved["sent"] is not None:
             self.sent = [x.to(c.device, copy=True) for x, c in zip(saved["sent"], self.copies)]
         if started:
-            for p, value in zip(self.parameters, saved["local"] if is_own else saved["global"]):
-                p.copy_(value)
+            for part, value in zip(self._parts, saved["local"] if is_own else saved["global"]):
+                part.copy_(value)
 
     def owns(self, saved: dict[str, Any]) -> bool:
         """Return True if a state was saved by this rank, with its own parameters."""
@@ -192,7 +201,7 @@ class TensorFragment(Fragment):
 
 def _differs(p: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """Return True where parameters have other bits than global ones in the model's precision."""
-    local, shared = as_real(p.detach()), as_real(c.detach().to(p.dtype))
+    local, shared = as_real(p), as_real(c.detach().to(p.dtype))
     bits = _BITS[local.element_size()]
     differs = local.view(bits) != shared.view(bits)
     return differs.any(-1) if p.is_complex() else differs
@@ -208,8 +217,14 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
     return int(sum(sum_of_bits(x) % _PRIME for x in tensors)) % _PRIME
 
 
+def lengths_of_units(names: Sequence[str], sharding: Sharding) -> list[int]:
+    """Return the number of parameters of each unit; those of a unit follow each other."""
+    return [len([*group]) for _, group in groupby(names, key=sharding.units.__getitem__)]
+
+
 def make_fragments(
     named: Named,
+    units: Sequence[int],
     outer: OuterOptimizer,
     number: int,
     connect: Connect,
@@ -220,6 +235,7 @@ def make_fragments(
 
     Args:
         named: (name, parameter) of all that is exchanged.
+        units: numbers of consecutive parameters that stay together.
         outer: has the global parameters, in the same order, and the compressor.
         number: of the fragments.
         connect: returns the connection of each exchange.
@@ -227,11 +243,14 @@ def make_fragments(
         settings: that must be equal on all ranks.
 
     Raises:
-        ValueError: there are fewer parameters than fragments; the compressor cannot take them.
+        ValueError: there are fewer units than fragments; the compressor cannot take them.
     """
     fragments = []
     tables = tables_of([p for _, p in named])
-    for place, part in enumerate(cut([p.numel() for _, p in named], number)):
+    ends = [0, *accumulate(units)]
+    sizes = [sum(p.numel() for _, p in named[a:b]) for a, b in zip(ends, ends[1:])]
+    for place, some in enumerate(cut(sizes, number)):
+        part = range(ends[some.start], ends[some.stop])
         owners, copies = [named[at] for at in part], [outer.copies[at] for at in part]
         shapes = [(name, c) for (name, _), c in zip(owners, copies)]
         connection = connect(f"local{place}")

@@ -27,14 +27,21 @@ from hvd_gradcomp.runtime.local_rounds import (
     RoundCounters,
 )
 from hvd_gradcomp.runtime.round_clock import RoundClock
+from hvd_gradcomp.torch.interop.dcp import from_checkpoint
 from hvd_gradcomp.torch.interop.dynamo import interpreted
 from hvd_gradcomp.torch.interop.inference import outside_inference
 from hvd_gradcomp.torch.interop.schedule_free import evaluating, has_modes
 from hvd_gradcomp.torch.local.averaging import BufferMeans, mean_exchange
-from hvd_gradcomp.torch.local.fragment import Connect, make_fragments, without_local
+from hvd_gradcomp.torch.local.fragment import (
+    Connect,
+    lengths_of_units,
+    make_fragments,
+    without_local,
+)
 from hvd_gradcomp.torch.local.outer import Outer, OuterOptimizer
 from hvd_gradcomp.torch.local.ranks import TensorRankChannel
 from hvd_gradcomp.torch.local.round_clock import TensorProgressGather
+from hvd_gradcomp.torch.local.sharding import Sharding
 from hvd_gradcomp.torch.local.tensor_exchange import Connection, RankSync, TensorExchange
 from hvd_gradcomp.torch.local.warmup import WarmUp
 from hvd_gradcomp.torch.local.wrapped_optimizer import (
@@ -63,9 +70,11 @@ class LocalStepsOptimizer(WrappedOptimizer):
         bucket_bytes, nonfinite: as in `DistributedOptimizer`.
         connect_clock: as `connect`, where nothing else travels; needed with a deadline.
         host: ranks over which `DistributedDataParallel` reduces in each step; none if it does not.
+        sharding: of the model, if this rank has shards of it.
 
     Attributes:
         schedule: of the exchanges.
+        named: (name, parameter) of all that is exchanged.
         outer: the outer optimizer, over the global parameters; a scheduler of its own may drive it.
         steps_made: local steps so far, skipped ones included.
         rounds: exchanges of the whole model that were applied so far.
@@ -91,8 +100,9 @@ class LocalStepsOptimizer(WrappedOptimizer):
         nonfinite: str | None = None,
         connect_clock: Callable[[], Connection] | None = None,
         host: Collection[int] = (),
+        sharding: Sharding | None = None,
     ) -> None:
-        super().__init__(optimizer)
+        super().__init__(optimizer, sharding)
         validate.skip_or_raise(nonfinite, "there is no mean of parameters that are not finite")
         if isinstance(optimizer, torch.optim.LBFGS) and schedule.warmup_steps:
             raise ValueError(
@@ -103,7 +113,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self._skips = nonfinite == "skip"
         named = named_of(optimizer, named_parameters)
         parameters = [p for _, p in named]
-        self._names = [name for name, _ in named]
+        self.named, self._names = list(named), [name for name, _ in named]
         self._outer = OuterOptimizer(outer, parameters, compression, stock)
         self.outer = self._outer.optimizer
         warn_without_warmup(self._outer.momentum, self._outer.compressor, schedule.warmup_steps)
@@ -115,9 +125,11 @@ class LocalStepsOptimizer(WrappedOptimizer):
             gather = TensorProgressGather(connect_clock(), device_of(named))
             clock = RoundClock(gather, 1, schedule.deadline)  # a round sets its length
         sync = RankSync(connect("sync"), device_of(named))
+        description = sync.described(named, self._outer.compressor, self.settings)
         options = ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite=nonfinite, scaler=False)
+        units = [1] * len(named) if sharding is None else lengths_of_units(self._names, sharding)
         self._fragments = make_fragments(
-            named, self._outer, schedule.fragments, connect, options, self.settings
+            named, units, self._outer, schedule.fragments, connect, options, self.settings
         )
         self._warmup: WarmUp | None = None
         self._buffers: BufferMeans | None = None
@@ -129,13 +141,14 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self._rounds = LocalRounds(
             schedule,
             self._fragments,
-            TensorRankChannel(sync, self.settings, optimizer, parameters),
+            TensorRankChannel(sync, description, optimizer, parameters),
             RoundCounters(),
             warmup=self._warmup,
             buffers=self._buffers,
             clock=clock,
             rate=lambda: largest_rate(optimizer),
             evaluating=(lambda: evaluating(optimizer)) if has_modes(optimizer) else None,
+            replicas=sync.replicas,
         )
         self._claim_parameters("LocalSteps", named, host)
 
@@ -185,6 +198,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         """
         self._check_superseded()
         self._rounds.exchange(self._refusal)
+        self._reshard()
 
     @outside_inference()
     def restart(self) -> None:
@@ -202,6 +216,11 @@ class LocalStepsOptimizer(WrappedOptimizer):
         In the warm-up all rows of such a table are shortened in each step, on all ranks.
         """
         self._rounds.restart()
+
+    def _reshard(self) -> None:
+        """Let the next forward read what was set, where an evaluation has gathered parameters."""
+        if self.sharding is not None:
+            self.sharding.reshard()
 
     # -- where ranks come and go ---------------------------------------------------------------
 
@@ -280,12 +299,28 @@ class LocalStepsOptimizer(WrappedOptimizer):
         Each rank saves its own: inner state and local parameters differ between exchanges.
         `hvd.save_checkpoint` does so; it calls this with mode="consolidated" for a checkpoint that
         any number of ranks loads, which begin with the global parameters.
+
+        Raises:
+            RuntimeError: `torch.distributed.checkpoint` calls it, which would mix the shards of
+                several hosts.
         """
+        if self.sharding is not None and from_checkpoint():
+            raise RuntimeError(
+                "torch.distributed.checkpoint would mix the shards of hosts, which train apart "
+                "between rounds: save and load fsdp.Checkpoint(model, optimizer), which has the "
+                "model's parameters too"
+            )
+        return self.saved_state(mode)
+
+    @outside_inference()
+    def saved_state(self, mode: str = "sharded") -> dict[str, Any]:
+        """Return what `state_dict` does, whoever calls it."""
         counters, warmup, buffers = self._rounds.counters, self._warmup, self._buffers
         saved = {
             "schedule": repr(self.schedule),
             "mode": mode,
             "names": self._names,
+            "shard": self._shard,
             "started": self._rounds.started,
             "steps": counters.steps,
             "clock": counters.clock,
@@ -302,7 +337,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
     def common_state_dict(self) -> dict[str, Any]:
         """Return the state that all ranks may go on from: with the global parameters."""
         self._rounds.refresh_copies()  # no step of the warm-up moves them
-        state = self.state_dict()
+        state = self.saved_state()
         fragments = [without_local(saved) for saved in state[KEPT]["fragments"]]
         return {**state, KEPT: {**state[KEPT], "fragments": fragments}}
 
@@ -335,6 +370,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
     @torch.no_grad()
     def load_rounds(self, state_dict: dict[str, Any]) -> None:
         saved, rounds = state_dict[KEPT], self._rounds
+        self._reshard()
         self._outer.load_state_dict(saved["outer"])
         loaded = list(zip(self._fragments, saved["fragments"]))
         # Global parameters are those to evaluate; a rank's own are what they were, in its mode.
@@ -354,7 +390,11 @@ class LocalStepsOptimizer(WrappedOptimizer):
         Raises:
             CheckpointError: it was not.
         """
-        expected = {"schedule": repr(self.schedule), "names": self._names}
+        expected = {
+            "schedule": repr(self.schedule),
+            "names": self._names,
+            "shard": self._shard,
+        }
         for name, value in expected.items():
             saved_value = saved.get(name) if isinstance(saved, dict) else saved
             if saved_value != value:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.torch.interop.owners import owners_of
+from hvd_gradcomp.torch.interop.shards import is_sharded
 
 Table = Any  # an nn.Embedding or nn.EmbeddingBag
 _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -18,7 +19,11 @@ _TABLES = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 
 def tables_of(parameters: Sequence[torch.nn.Parameter]) -> dict[int, Table]:
     """Return the embeddings with `max_norm` among the owners of parameters, by place."""
-    places = {id(p): place for place, p in enumerate(parameters) if p.dim() == 2}
+    places = {
+        id(p): place
+        for place, p in enumerate(parameters)
+        if p.dim() == 2 and not is_sharded(p)  # of a shard, forward shortens a copy
+    }
     owners = owners_of([parameters[place] for place in places.values()])
     return {
         places[id(p)]: module

@@ -24,9 +24,11 @@ from hvd_gradcomp.runtime.exchange_state import diverged
 from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare
 from hvd_gradcomp.torch.interop.dynamo import interpreted
 from hvd_gradcomp.torch.interop.inference import outside_inference
+from hvd_gradcomp.torch.interop.shards import is_sharded, local_part
 from hvd_gradcomp.torch.local.fixed_variance import FixedVarianceAdam
 from hvd_gradcomp.torch.local.fragment import digest as digest_of
 from hvd_gradcomp.torch.local.ranks import REMEDY
+from hvd_gradcomp.torch.local.sharding import Sharding
 from hvd_gradcomp.torch.local.tensor_exchange import Connection, RankSync, TensorExchange
 from hvd_gradcomp.torch.local.warmup import WarmUp
 from hvd_gradcomp.torch.local.wrapped_optimizer import (
@@ -57,6 +59,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         warmup_steps: first steps, dense; at least 1.
         stock: Horovod's `Compression`, if there is Horovod.
         bucket_bytes, nonfinite: as in `DistributedOptimizer`.
+        sharding: of the model, if this rank has shards of it.
 
     Attributes:
         steps_made: so far, skipped ones included.
@@ -74,8 +77,9 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         stock: Any = None,
         bucket_bytes: int | None = None,
         nonfinite: str | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
-        super().__init__(optimizer)
+        super().__init__(optimizer, sharding)
         self._adam = FixedVarianceAdam(optimizer, warmup_steps)
         validate.count("warmup_steps", warmup_steps, low=1)
         validate.skip_or_raise(nonfinite, "a momentum that is not finite stays so")
@@ -87,17 +91,20 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
             )
         self._named = named_of(optimizer, named_parameters)
         self._warmup_steps, self._skips = warmup_steps, nonfinite == "skip"
-        self._settings = settings = (
+        settings = (
             f"{type(optimizer).__name__}, {warmup_steps=}, {bucket_bytes=}, {nonfinite=}, "
             f"betas={[group['betas'] for group in optimizer.param_groups]}"
         )
 
+        parts = [(name, _part_of(p)) for name, p in self._named]
+
         def exchange(name: str, what: Any) -> TensorExchange:
             # A step that is not finite on some rank is undone on all; then it is seen to.
             options = ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite="skip", scaler=False)
-            return TensorExchange(self._named, self._named, what, connect(name), options, settings)
+            return TensorExchange(parts, self._named, what, connect(name), options, settings)
 
         self._sync = RankSync(connect("sync"), device_of(self._named))
+        self._settings = self._sync.described(self._named, compressor, settings)
         parameters = [p for _, p in self._named]
         self._warmup = WarmUp(optimizer, parameters, exchange("gradients", NoneCompressor()))
         self._momenta = exchange("momenta", compressor)
@@ -150,7 +157,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         known, digest = {p for _, p in self._named}, 0
         if not self._compared:
             self._sync.compare_settings(self._settings, self._refusal())
-            digest = digest_of(torch.clone(p.detach()).contiguous() for p in known)
+            digest = digest_of(torch.clone(local_part(p)).contiguous() for p in known)
         header = StepHeader(
             Kind.STEP,
             self.steps_made,
@@ -166,7 +173,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         refuse_thawed({rank: each.fault for rank, each in headers.items()})
         exchange.agree()
         digests = {rank: each.digest for rank, each in headers.items()}
-        if different := diverged(digests, "parameters", REMEDY):
+        if different := diverged(digests, "parameters", REMEDY, self._sync.replicas):
             raise different
         self._compared = True
 
@@ -194,6 +201,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
             "steps": self.steps_made,
             "skipped": self._skipped,
             "warmup_steps": self._warmup_steps,
+            "shard": self._shard,
             "gradients": self._warmup.exchange.save(mode),
             "momenta": self._momenta.save(mode),
         }
@@ -214,6 +222,11 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
                     f"the state was saved with warmup_steps={saved}, and here it is "
                     f"{self._warmup_steps}"
                 )
+            if kept["shard"] != self._shard:
+                raise CheckpointError(
+                    f"the state was saved with another shard: {kept['shard']}, and here it is "
+                    f"{self._shard}"
+                )
             self._warmup.exchange.load(kept["gradients"])
             self._momenta.load(kept["momenta"])
         self.load_inner(state_dict)
@@ -226,3 +239,8 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
             return
         steps = [int(self.state[p]["step"]) for _, p in self._named if "step" in self.state[p]]
         self.steps_made, self._skipped = min(steps, default=0), 0
+
+
+def _part_of(p: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Return this rank's part of a parameter, as one that is not sharded, with the same memory."""
+    return torch.nn.Parameter(local_part(p), requires_grad=False) if is_sharded(p) else p

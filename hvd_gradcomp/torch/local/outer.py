@@ -9,6 +9,7 @@ import torch
 
 from hvd_gradcomp.algorithms.combined.local_steps import OuterSGD
 from hvd_gradcomp.method.compressor import Compressor
+from hvd_gradcomp.torch.interop.shards import local_part
 from hvd_gradcomp.torch.reduce.momentum import MomentumTransfer, resolve_compressor
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # dtypes of global copies
@@ -30,7 +31,8 @@ class OuterOptimizer:
         ValueError: the momentum cannot be taken over.
 
     Attributes:
-        copies: the global parameters, zero at first, in float32 if the model's are narrower.
+        copies: the global parameters, this rank's parts of them, zero at first, in float32 if the
+            model's are narrower.
         optimizer: PyTorch's, over the global parameters.
         compressor: of the pseudogradients, with its momentum decided.
         momentum: of the optimizer as it was made; 0 without.
@@ -39,7 +41,7 @@ class OuterOptimizer:
     def __init__(
         self, outer: Outer, parameters: Sequence[torch.Tensor], compression: Any, stock: Any
     ) -> None:
-        self.copies = [wide(p) for p in parameters]
+        self.copies = [wide(local_part(p)) for p in parameters]
         self.optimizer = _optimizer_of(outer, list(self.copies))
         self.compressor: Compressor
         self.compressor, handover = resolve_compressor(compression, self.optimizer, stock)

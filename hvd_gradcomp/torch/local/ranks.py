@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from hvd_gradcomp.runtime.config_check import Description
 from hvd_gradcomp.torch.local.tensor_exchange import RankSync
 from hvd_gradcomp.torch.local.wrapped_optimizer import refuse_thawed, thawed
 
@@ -17,7 +18,7 @@ class TensorRankChannel:
 
     Args:
         sync: of the ranks.
-        settings: that must be equal on all ranks.
+        settings: that must be equal on all ranks, by their names.
         inner: the inner optimizer.
         parameters: that are exchanged.
     """
@@ -31,7 +32,7 @@ class TensorRankChannel:
     def __init__(
         self,
         sync: RankSync,
-        settings: str,
+        settings: Description,
         inner: torch.optim.Optimizer,
         parameters: Sequence[torch.nn.Parameter],
     ) -> None:

@@ -7,7 +7,7 @@ all are run to their ends, in the same order on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +17,14 @@ import torch
 from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime import config_check, errors
+from hvd_gradcomp.runtime.config_check import Description
 from hvd_gradcomp.runtime.local_rounds import Exchange
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.runtime.stall_inspector import StallChannel
 from hvd_gradcomp.runtime.step_header import SIZE
 from hvd_gradcomp.torch.reduce.backend import Backend
 from hvd_gradcomp.torch.reduce.bucket import Named
-from hvd_gradcomp.torch.reduce.bucketing import BucketPlanner
+from hvd_gradcomp.torch.reduce.bucketing import BucketPlanner, layers_of
 from hvd_gradcomp.torch.reduce.options import ExchangeOptions
 from hvd_gradcomp.torch.reduce.reducer import Reducer
 from hvd_gradcomp.torch.reduce.step_sync import ConfigCheck
@@ -40,6 +41,9 @@ class Connection:
         load: loads such a state.
         hang_up: lets ranks that wait for this one fail.
         stalls: of the ranks, where the transport can tell that they wait for each other.
+        replicas: the ranks in sets that have the same parameters; () if all of them do.
+        nonfinite_ranks: takes True if what was exchanged here is not finite; returns the ranks on
+            which it is not, among all that undo an exchange together. None if all take part in it.
     """
 
     transport: Backend
@@ -48,6 +52,8 @@ class Connection:
     load: Callable[[Reducer, dict[str, Any]], None]
     hang_up: Callable[[], None]
     stalls: StallChannel | None = None
+    replicas: Sequence[Collection[int]] = ()
+    nonfinite_ranks: Callable[[bool], list[int]] | None = None
 
 
 class RankSync:
@@ -63,11 +69,33 @@ class RankSync:
     def __init__(self, connection: Connection, device: torch.device) -> None:
         self._connection, self._device = connection, device
 
-    def compare_settings(self, settings: str, refusal: Exception | None = None) -> None:
+    @property
+    def replicas(self) -> Sequence[Collection[int]]:
+        """Return the ranks in sets that have the same parameters; () if all of them do."""
+        return self._connection.replicas
+
+    def described(self, named: Named, compressor: Compressor, settings: str) -> Description:
+        """Describe what must be equal on all ranks, also on those with other shards.
+
+        Args:
+            named: (name, parameter) of what is exchanged.
+            compressor: of all of them.
+            settings: of this rank.
+        """
+        return config_check.describe(
+            layers_of(named),
+            compressor,
+            (),
+            settings,
+            framework=f"torch {torch.__version__.partition('+')[0]}",
+            horovod=self._connection.transport.version,
+        )
+
+    def compare_settings(self, settings: Description, refusal: Exception | None = None) -> None:
         """Compare settings, on all ranks.
 
         Args:
-            settings: of this rank.
+            settings: of this rank, by their names.
             refusal: error with which this rank refuses to go on; None if it does not.
 
         Raises:
@@ -75,7 +103,7 @@ class RankSync:
             Exception: the one with which this rank refuses, if all ranks refuse alike.
         """
         ranks = self._connection.participants.process_set.ranks
-        config_check.compare({"settings": settings}, self._gather, ranks, refusal)
+        config_check.compare(settings, self._gather, ranks, refusal)
 
     def gather(self, row: Sequence[int]) -> dict[int, list[int]]:
         """Gather a row of integers from every rank, by rank; at most as many as a header has.
@@ -109,7 +137,7 @@ class TensorExchange(Exchange):
     """Exchange of tensors of the shapes of some parameters; the mean over ranks is returned.
 
     Args:
-        named_parameters: their names and shapes.
+        named_parameters: their names and shapes; what has no element is not exchanged.
         owners: the parameters of the model, if these are copies.
         compressor: of all of them.
         connection: to the other ranks.
@@ -135,6 +163,10 @@ class TensorExchange(Exchange):
     ) -> None:
         self._connection = connection
         transport, participants = connection.transport, connection.participants
+        pairs = list(zip(named_parameters, owners))
+        pairs = [pair for pair in pairs if pair[0][1].numel()]  # a shard may be empty
+        self._shapes = [p for _, p in named_parameters]
+        named_parameters = [named for named, _ in pairs]
         planner = BucketPlanner(
             named_parameters,
             compressor,
@@ -142,7 +174,7 @@ class TensorExchange(Exchange):
             options,
             name=transport.name,
             tracking=None,
-            owners=owners,
+            owners=[owner for _, owner in pairs],
         )
         if not planner.ordered:  # that of the model: there is no backward to learn it from
             planner.reorder([name for name, _ in named_parameters])
@@ -184,8 +216,9 @@ class TensorExchange(Exchange):
         reducer.begin_step()
         reducer.planner.warn_if_unprofitable()
         try:
-            for p, tensor in zip(reducer.planner.ordered_parameters, tensors):
-                reducer.mark_ready(p, tensor)
+            for p, tensor in zip(self._shapes, tensors):
+                if p.numel():
+                    reducer.mark_ready(p, tensor)
         except Exception:
             self._give_up()
             raise
@@ -204,7 +237,7 @@ class TensorExchange(Exchange):
         reducer = self.reducer
         try:
             reducer.programs.wait_all()
-            reducer.commit_or_roll_back()
+            reducer.commit_or_roll_back_among(self._connection.nonfinite_ranks)
         except NonFiniteGradientError:
             reducer.finish_step()
             raise
@@ -212,7 +245,10 @@ class TensorExchange(Exchange):
             self._give_up()
             raise
         undone = reducer.rolled_back
-        means = [reducer.reduced_grad(p).to(p.dtype) for p in reducer.planner.ordered_parameters]
+        means = [
+            reducer.reduced_grad(p).to(p.dtype) if p.numel() else torch.zeros_like(p)
+            for p in self._shapes
+        ]
         reducer.finish_step()
         return None if undone else means
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hvd_gradcomp.runtime.local_rounds import DenseMeans
+from hvd_gradcomp.torch.interop.shards import local_part, sharded_like
 from hvd_gradcomp.torch.local.tensor_exchange import TensorExchange
 
 
@@ -41,12 +42,12 @@ class WarmUp(DenseMeans):
         """Step the inner optimizer by gradients that all ranks have."""
         for p, mean in zip(self._parameters, means):
             if p.requires_grad:
-                p.grad = mean.to(p.dtype, copy=True)
+                p.grad = sharded_like(p, mean.to(p.dtype, copy=True))
         self._inner.step()
 
 
 def dense_gradient(p: torch.nn.Parameter) -> torch.Tensor:
-    """Return a parameter's gradient; zeros where there is none."""
+    """Return this rank's part of a parameter's gradient; zeros where there is none."""
     if p.grad is None:
-        return torch.zeros_like(p)
-    return p.grad.to_dense() if p.grad.is_sparse else p.grad
+        return torch.zeros_like(local_part(p))
+    return p.grad.to_dense() if p.grad.is_sparse else local_part(p.grad)

@@ -90,7 +90,7 @@ def LocalSteps(  # noqa: N802 - as over Horovod
             connect_clock=lambda: _connections(Participants(clock_group), backend)("rounds"),
         )
 
-    return _make_on_all(group, make)
+    return make_on_all(group, make)
 
 
 def local_steps(
@@ -180,7 +180,7 @@ def local_steps(
             host=host,
         )
 
-    made = _make_on_all(group, make)
+    made = make_on_all(group, make)
     if host:
         _broadcast([*model.module.parameters(), *model.module.buffers()], group)
     return made
@@ -263,7 +263,7 @@ def MomentumExchange(  # noqa: N802 - as over Horovod
             nonfinite=nonfinite,
         )
 
-    return _make_on_all(group, make)
+    return make_on_all(group, make)
 
 
 def _group_of(function: str, process_group: Any) -> ProcessGroup:
@@ -285,7 +285,7 @@ def _clock_group(
     return _group_of(function, process_group) if any(has_deadline) else group
 
 
-def _make_on_all(group: ProcessGroup, make: Callable[[], T]) -> T:
+def make_on_all(group: ProcessGroup, make: Callable[[], T]) -> T:
     """Make an optimizer on all ranks of a group, or on none of them.
 
     Raises:
@@ -313,13 +313,18 @@ def _connections(participants: Participants, backend: MakeBackend) -> Callable[[
 
     def connect(part: str) -> Connection:
         load = partial(reducer_state.load, remedies=OF_HOOKS)
-        how = _save, load, group.hang_up
+        how = save_own, load, group.hang_up
         return Connection(backend(group, part), participants, *how)
 
     return connect
 
 
-def _save(reducer: Reducer, mode: str) -> dict[str, Any]:
+def save_own(reducer: Reducer, mode: str) -> dict[str, Any]:
+    """Return the state of a reducer on this rank.
+
+    Raises:
+        ValueError: the mode asks for another rank's too.
+    """
     if mode != "sharded":
         raise ValueError(
             f"over torch.distributed each rank saves its own, mode='sharded', got {mode!r}"

@@ -13,6 +13,7 @@ from hvd_gradcomp.monitoring.stats import CompressionStats, combined
 from hvd_gradcomp.runtime.live_objects import live_instances
 from hvd_gradcomp.torch.interop.amp import unscale
 from hvd_gradcomp.torch.interop.dynamo import interpreted
+from hvd_gradcomp.torch.local.sharding import Sharding
 from hvd_gradcomp.torch.local.tensor_exchange import TensorExchange
 from hvd_gradcomp.torch.reduce.bucket import Named
 from hvd_gradcomp.torch.reduce.claims import Claim
@@ -37,6 +38,7 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
 
     Args:
         optimizer: the inner one.
+        sharding: of the model, if this rank has shards of it.
 
     Attributes:
         inner: as given.
@@ -51,17 +53,17 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
     _step_supports_amp_scaling = True  # as PyTorch calls it
     _ranks_differ = False  # between exchanges
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, sharding: Sharding | None = None) -> None:
         # Options, groups and state are the inner optimizer's: nothing of the base class is set up.
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(
                 f"optimizer= takes a torch.optim.Optimizer, got {type(optimizer).__name__}"
             )
-        self.inner = optimizer
+        self.inner, self.sharding = optimizer, sharding
 
     def __getattr__(self, name: str) -> Any:
         """Return what the inner optimizer has, such as its hooks."""
-        if name in ("inner", "_claim", "found_inf", "grad_scale"):
+        if name in ("inner", "sharding", "_claim", "found_inf", "grad_scale"):
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -71,20 +73,21 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         """Claim the parameters; the last act of a constructor.
 
         Args:
-            function: that the user has called.
+            function: that the user has called, of a model that is not sharded.
             named: what is exchanged.
             host: the ranks that reduce gradients in each step, and count as one.
 
         Raises:
-            TypeError: the model is sharded.
+            TypeError: the model is sharded, and was not passed as such.
             ValueError: something else exchanges it.
         """
-        reducer = self.all_reducers[0]
+        reducer, sharding = self.all_reducers[0], self.sharding
         frontend = "hvd" if reducer.transport.library == "Horovod" else "ddp"
-        ranks = reducer.participants.process_set
-        parameters, alone = [p for _, p in named], self._ranks_differ
-        name = f"{frontend}.{function}"
-        claim = Claim(name, parameters, ranks, in_step=True, alone=alone, host=host)
+        name, ranks = f"{frontend}.{function}", reducer.participants.process_set
+        if sharding is not None:
+            name, ranks = sharding.function, sharding.ranks
+        how = {"in_step": True, "alone": self._ranks_differ, "sharded": sharding is not None}
+        claim = Claim(name, [p for _, p in named], ranks, host=host, **how)
         claim.take()
         self._claim = claim
 
@@ -115,7 +118,11 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
                 "between exchanges, when it is another one on each rank: hand the plain optimizer "
                 "to the library, and call trainers.local_steps(trainer, every=...)"
             )
-        return self._claim.refusal([p for group in self.param_groups for p in group["params"]])
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        refusal = self._claim.refusal(parameters)
+        if refusal is None and self.sharding is not None:
+            refusal = self.sharding.refusal()
+        return refusal
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -141,6 +148,11 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def steps_taken(self) -> int:
         """Return the steps so far, for statistics."""
+
+    @property
+    def _shard(self) -> str | None:
+        """Return the place of what this rank saves in the model; None for all of it."""
+        return None if self.sharding is None else self.sharding.place
 
     @property
     def is_exchanged(self) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.torch.interop import ddp_reduction
+from hvd_gradcomp.torch.interop.shards import is_sharded
 
 # By claim, not by parameter: a tensor with weak references cannot be swapped, as FSDP2's `to` does.
 _claims: weakref.WeakSet[Claim] = weakref.WeakSet()
@@ -226,6 +227,13 @@ class Claim:
         return None
 
 
+def is_exchanged_between(parameters: Iterable[torch.nn.Parameter], ranks: Collection[int]) -> bool:
+    """Return True if parameters are all exchanged between some ranks, by what lives."""
+    identities = {id(p) for p in parameters}
+    claims = [claim for claim in _live() if claim.ranks >= set(ranks)]
+    return identities <= set().union(*(claim._identities for claim in claims))
+
+
 def _live() -> list[Claim]:
     """Return the claims that were taken, and whose exchanges live."""
     with _lock:
@@ -253,13 +261,14 @@ def refuse_sharded(name: str, parameters: Iterable[torch.nn.Parameter]) -> None:
     """
     for p in parameters:
         kind = ""
-        if hasattr(p, "device_mesh") and hasattr(p, "placements"):
+        if is_sharded(p):
             kind = "fully_shard or tensor parallelism, into DTensors"
         elif getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):
             kind = "FSDP1"
         if kind:
             raise TypeError(
-                f"the model is sharded, by {kind}, and {name} does not take shards yet: its "
-                "parameters must be whole on each rank. For sharded models there is fsdp.compress, "
-                "which compresses the gradients between replicas in each step"
+                f"the model is sharded, by {kind}, and {name} does not take shards: its "
+                "parameters must be whole on each rank. For what fully_shard has sharded there are "
+                "fsdp.local_steps, fsdp.MomentumExchange, and fsdp.compress, which compresses the "
+                "gradients between replicas in each step"
             )

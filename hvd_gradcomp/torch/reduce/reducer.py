@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import asdict
 from typing import Any
 
@@ -482,6 +482,45 @@ class Reducer:
                 bucket.result = None
             raise (others or errors)[0]
 
+    def commit_or_roll_back_among(
+        self, nonfinite_ranks: Callable[[bool], list[int]] | None
+    ) -> None:
+        """Commit or roll back alike on all ranks of a model, of which others have other shards.
+
+        Args:
+            nonfinite_ranks: takes True if a value here is not finite, and returns the ranks of all
+                shards on which one is not; None if all ranks are in this exchange.
+
+        Raises:
+            NonFiniteGradientError: on all ranks, if a value of any shard is not finite, and that
+                is the policy.
+            Exception: as `commit_or_roll_back`.
+        """
+        if nonfinite_ranks is None:
+            self.commit_or_roll_back()
+            return
+        failure: NonFiniteGradientError | None = None
+        try:
+            self.commit_or_roll_back()
+        except NonFiniteGradientError as error:
+            ranks = ", ".join(map(str, self.participants.process_set.ranks))
+            failure = NonFiniteGradientError(
+                f"{error}. Its numbers of ranks are places among the replicas of this shard, which "
+                f"are ranks {ranks}"
+            )
+        nonfinite = self.rolled_back or failure is not None
+        elsewhere = nonfinite_ranks(nonfinite)
+        if elsewhere and not nonfinite:
+            listed = ", ".join(map(str, elsewhere))
+            failure = NonFiniteGradientError(
+                f"the shard of rank {listed} has a NaN or an infinity in its gradient"
+            )
+            if self.rolls_back_nonfinite:
+                self._rollback_nonfinite(failure)
+                failure = None
+        if failure is not None:
+            raise failure
+
     def _skip(self, error: Exception) -> None:
         """Return NaN gradients on all ranks, which a loss scaler or `step` will see."""
         count = self.traffic.skipped()
@@ -576,7 +615,7 @@ class Reducer:
         self.traffic.skipped()
         return True
 
-    def rollback_nonfinite(self, error: Exception) -> None:
+    def _rollback_nonfinite(self, error: Exception) -> None:
         """Roll back the exchange that has just ended, because of a gradient of another shard.
 
         Args:
