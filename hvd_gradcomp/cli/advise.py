@@ -14,7 +14,7 @@ import click
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.cli import advise_report, launching, options, output
 from hvd_gradcomp.cli.advise_report import EVERY, HOSTS, Row
-from hvd_gradcomp.cli.bench import DENSE, about, warm_up_rounds
+from hvd_gradcomp.cli.bench import about, dense_title, warm_up_rounds
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.core.cost_model import Bucket, Dense, Link, Way
@@ -28,9 +28,14 @@ from hvd_gradcomp.tuning.recommend import Case, Span, Verdict
 if TYPE_CHECKING:
     import torch
 
+    from hvd_gradcomp.tuning.job import Job
     from hvd_gradcomp.tuning.measure import Backward, Gradients
     from hvd_gradcomp.tuning.models import Model
 
+_NO_LINK = (
+    "one rank alone has no link to measure: give --bandwidth in Mb/s; or start ranks on the hosts "
+    "that you train on, by torchrun (see --help) or with -np and -H"
+)
 ANCHORS = (2, 4, 16)  # numbers of ranks to measure the work for, to interpolate others
 
 
@@ -103,12 +108,14 @@ def command(
 ) -> None:
     """Recommend the compressor that makes a step fastest on this link, or none.
 
-    Run it as you train, on the hosts that you train on:
+    Run it as you train, on the hosts that you train on, by torchrun or horovodrun; or in one
+    process for a link that is not here, whose bandwidth you give:
 
     \b
-        hvd-gradcomp advise -np 2 -H host1:1,host2:1 --model resnet50
-        hvd-gradcomp advise -np 2 -H host1:1,host2:1 --model train:factory
         hvd-gradcomp advise --model train:factory --bandwidth 1000
+        torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d \\
+            --rdzv-endpoint host1:29400 -m hvd_gradcomp advise --model train:factory
+        hvd-gradcomp advise -np 2 -H host1:1,host2:1 --model train:factory
         hvd-gradcomp advise -np 2 -H host1:1,host2:1 --model train:factory --for-hosts 16
 
     It measures forward and backward, whole exchanges, each compressor's own work without any link,
@@ -138,10 +145,11 @@ def command(
     more steps they need is what one small transformer needed ("Is it worth it?" on the site).
     """
     options.check_png(png_path)
-    horovod = options.started()
+    if bandwidth is None and not launching.launcher():
+        raise click.UsageError(_NO_LINK)
+    job = options.job()
     import torch
 
-    from hvd_gradcomp.torch.comm.horovod import gather_objects
     from hvd_gradcomp.tuning.measure import (
         Backward,
         CompressedExchange,
@@ -154,13 +162,10 @@ def command(
     )
     from hvd_gradcomp.tuning.models import USUAL_OPTIMIZERS, ModelError, load, optimizer_of
 
-    ranks = horovod.size()
+    ranks, first = job.size(), job.rank() == 0
     if ranks == 1 and bandwidth is None:
-        raise click.UsageError(
-            "one rank alone has no link to measure: start it with horovodrun, or give --bandwidth"
-        )
-    first = horovod.rank() == 0
-    if first and horovod.local_size() > 1 and horovod.cross_size() > 1:
+        raise click.UsageError(_NO_LINK)
+    if first and ranks > job.hosts() > 1:
         click.echo("several ranks on a host: what is called hosts below are ranks", err=True)
     measures = measures and ranks > 1 and bandwidth is None
     try:
@@ -169,18 +174,16 @@ def command(
         model = load(model_name, batch_size=batch_size)
         trained_with = trained_with or model.optimizer
         # Each rank draws its own batches, even if the factory has set one seed on all ranks.
-        torch.manual_seed(1000 + horovod.rank())
+        torch.manual_seed(1000 + job.rank())
         passes = [backward(model)[1] for _ in range(3 if model.loss else 0)]
-        gradients = Gradients(model, real=8 if model.real else 0)
+        gradients = Gradients(job, model, real=8 if model.real else 0)
         probed = _probed(model, gradients) if model.real else {}
     except ModelError as error:
         raise click.UsageError(str(error)) from error
     compressors = options.chosen(texts, gradients.scale)
-    everybody = gather_objects(
-        passes, list[Backward], "gradcomp.backward", horovod.global_process_set
-    )
-    pass_ = _middle(everybody, len(gradients.layers))
+    pass_ = _middle(job.gather_objects(passes, list[Backward]), len(gradients.layers))
     sizes = [4.0 * math.prod(shape) for _, shape in gradients.layers]
+    uncompressed = dense_title(job)
     results: list[tuple[MethodResult, list[float]]] = []
     with Progress(len(_suited(compressors, trained_with)) + 2, first) as progress:
         size = counted(gradients.elements, "element")
@@ -188,36 +191,38 @@ def command(
         compressors = _suited(compressors, trained_with, progress.say)
         progress.begin("the link")
         if bandwidth is None:
-            measured_link = link(rounds=rounds, latency=1e-6 * latency)
+            measured_link = link(job, rounds=rounds, latency=1e-6 * latency)
         else:
             measured_link = Link.of(1e6 * bandwidth, max(ranks, 2), 1e-6 * latency)
         progress.end()
-        plain = measure(DenseExchange(), gradients, (rounds + 1) // 2, 1) if measures else None
+        plain = measure(DenseExchange(job), gradients, (rounds + 1) // 2, 1) if measures else None
         for compressor in compressors:
             progress.begin(brief(compressor))
             try:
-                result = _measure_method(compressor, gradients, measured_link.ranks, rounds, pass_)
+                result = _measure_method(
+                    job, compressor, gradients, measured_link.ranks, rounds, pass_
+                )
             except UnmeasurableError as error:
                 progress.say(f"left out: {error}")
             else:
                 times = []
                 if measures:
-                    exchange = CompressedExchange(compressor, gradients.layers, gradients)
+                    exchange = CompressedExchange(job, compressor, gradients.layers, gradients)
                     row = measure(exchange, gradients, rounds, warm_up_rounds(compressor))
                     times = [one.total for one in row.times]
                 results.append((result, times))
             progress.end()
-        progress.begin(DENSE)
+        progress.begin(uncompressed)
         if plain is not None:  # half of them at the end, so that drift shows in their spread
-            plain.times += measure(DenseExchange(), gradients, rounds // 2).times
+            plain.times += measure(DenseExchange(job), gradients, rounds // 2).times
         progress.end()
     if first:
         dense = MethodResult(
-            Dense(DENSE, list(zip(pass_.ready, sizes))), NoneCompressor(), 1.0, 1.0
+            Dense(uncompressed, list(zip(pass_.ready, sizes))), NoneCompressor(), 1.0, 1.0
         )
         times = [one.total for one in plain.times] if plain else []
         content = {
-            **about(horovod, model_name),
+            **about(job, model_name),
             "forward_ms": 1e3 * pass_.forward,
             "backward_ms": 1e3 * pass_.seconds,
             "bandwidth": measured_link.bandwidth,
@@ -246,7 +251,6 @@ def command(
         output.report(json_path, content, advise_report.text(content, rows, verdict))
         if png_path is not None:
             advise_report.draw(png_path, content, rows)
-    horovod.shutdown()
 
 
 class MethodResult(NamedTuple):
@@ -275,26 +279,27 @@ def _middle(everywhere: Sequence[Sequence[Backward]], layers: int) -> Backward:
 
 
 def _measure_method(
-    compressor: Compressor, gradients: Gradients, ranks: int, rounds: int, pass_: Backward
+    job: Job,
+    compressor: Compressor,
+    gradients: Gradients,
+    ranks: int,
+    rounds: int,
+    pass_: Backward,
 ) -> MethodResult:
     """Measure a compressor's costs, by all ranks' clocks, and its compression ratios.
 
     Raises:
         UnmeasurableError: see `alone`.
     """
-    import horovod.torch as horovod
-
-    from hvd_gradcomp.torch.comm.horovod import gather_objects
     from hvd_gradcomp.tuning.measure import alone
 
     warm_up = warm_up_rounds(compressor)
     costs = {
-        count: alone(compressor, gradients, count, rounds, warm_up, pass_.ready)
+        count: alone(job, compressor, gradients, count, rounds, warm_up, pass_.ready)
         for count in sorted({ranks, *ANCHORS})
     }
     rounds_by_count = [cost.rounds for cost in costs.values()]
-    world = horovod.global_process_set
-    everywhere = gather_objects(rounds_by_count, list[list[list[Bucket]]], "gradcomp.costs", world)
+    everywhere = job.gather_objects(rounds_by_count, list[list[list[Bucket]]])
     by_ranks = {
         count: [costs_of_rank[i] for costs_of_rank in everywhere] for i, count in enumerate(costs)
     }

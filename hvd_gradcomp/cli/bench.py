@@ -18,6 +18,7 @@ from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.planning.description import brief
 
 if TYPE_CHECKING:
+    from hvd_gradcomp.tuning.job import Job
     from hvd_gradcomp.tuning.measure import Row
 
 DENSE = "dense (stock Horovod)"
@@ -55,24 +56,26 @@ def command(
     """Time whole exchanges of a model's gradients, one method after the other.
 
     Between several ranks they cross the link between the hosts; alone, what is left is a rank's own
-    work. With -np it starts ranks itself; under horovodrun it does the same:
+    work. With -np it starts ranks itself; under torchrun and horovodrun it does the same:
 
     \b
         hvd-gradcomp bench --model lstm
-        hvd-gradcomp bench -np 2 -H host1:1,host2:1 --json bench.json --png bench.png
+        hvd-gradcomp bench -np 2 --json bench.json --png bench.png
+        torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d \\
+            --rdzv-endpoint host1:29400 -m hvd_gradcomp bench
         horovodrun -np 2 -H host1:1,host2:1 hvd-gradcomp bench
 
     Each round begins together and ends with the slowest rank. "ms" is the median, "+-" half of
     least to most; "encode" the time until all gradients are handed over, "wait" for what travels,
-    "decode" the rest, as shares of "ms"; "faster" compares medians with stock Horovod's dense
-    allreduce, of which half the rounds are run at the beginning and half at the end; "bytes" and
-    "elements" are those of the gradients over those that were sent. Gradients are noise of variance
-    1, but those of your own model with a loss, and all is on CPUs. Second moments are those of
-    samples where your factory calls hvd.track_moments, else those of the step. Methods that learn
-    have learned nothing useful, which costs the same.
+    "decode" the rest, as shares of "ms"; "faster" compares medians with the dense allreduce of
+    stock Horovod or DistributedDataParallel, of which half the rounds are run at the beginning and
+    half at the end; "bytes" and "elements" are those of the gradients over those that were sent.
+    Gradients are noise of variance 1, but those of your own model with a loss, and all is on CPUs.
+    Second moments are those of samples where your factory calls track_moments, else those of the
+    step. Methods that learn have learned nothing useful, which costs the same.
     """
     options.check_png(png_path)
-    horovod = options.started()
+    job = options.job()
     from hvd_gradcomp.tuning.measure import (
         CompressedExchange,
         DenseExchange,
@@ -84,43 +87,43 @@ def command(
 
     try:
         model = load(model_name, shapes_only=True)
-        gradients = Gradients(model, real=8 if model.real else 0)
+        gradients = Gradients(job, model, real=8 if model.real else 0)
     except ModelError as error:
         raise click.UsageError(str(error)) from error
     compressors = options.chosen(texts, gradients.scale)
-    with Progress(len(compressors) + 2, horovod.rank() == 0) as progress:
+    first, uncompressed = job.rank() == 0, dense_title(job)
+    with Progress(len(compressors) + 2, first) as progress:
         progress.say(
             f"{model_name}: {counted(len(gradients.layers), 'layer')}, "
-            f"{counted(gradients.elements, 'element')}, {counted(horovod.size(), 'rank')} on "
-            f"{counted(horovod.cross_size(), 'host')}"
+            f"{counted(gradients.elements, 'element')}, {counted(job.size(), 'rank')} on "
+            f"{counted(job.hosts(), 'host')}, over {job.library}"
         )
-        progress.begin(DENSE)
-        dense = measure(DenseExchange(), gradients, (rounds + 1) // 2, 1)
+        progress.begin(uncompressed)
+        dense = measure(DenseExchange(job), gradients, (rounds + 1) // 2, 1)
         progress.end()
-        rows: dict[str, Row] = {DENSE: dense}
+        rows: dict[str, Row] = {uncompressed: dense}
         for compressor in compressors:
             progress.begin(brief(compressor))
             before = warm_up_rounds(compressor) if uncounted is None else uncounted
             try:
-                exchange = CompressedExchange(compressor, gradients.layers, gradients)
+                exchange = CompressedExchange(job, compressor, gradients.layers, gradients)
             except UnmeasurableError as error:
                 progress.say(f"left out: {error}")
             else:
                 rows[brief(compressor)] = measure(exchange, gradients, rounds, before)
             progress.end()
-        progress.begin(DENSE)
+        progress.begin(uncompressed)
         if rounds > 1:
-            dense.times += measure(DenseExchange(), gradients, rounds // 2).times
+            dense.times += measure(DenseExchange(job), gradients, rounds // 2).times
         progress.end()
-    if horovod.rank() == 0:
+    if first:
         size = 4 * gradients.elements
         figures = [figures_of(name, row, dense, size) for name, row in rows.items()]
-        content = {**about(horovod, model_name), "moments": gradients.moments, "rows": figures}
+        content = {**about(job, model_name), "moments": gradients.moments, "rows": figures}
         notes = options.moments_used(rows, gradients.moments)
         output.report(json_path, content, "\n\n".join([table(figures), *notes]))
         if png_path is not None:
-            _draw(png_path, figures, f"{model_name}, {counted(horovod.size(), 'rank')}")
-    horovod.shutdown()
+            _draw(png_path, figures, f"{model_name}, {counted(job.size(), 'rank')}")
 
 
 def warm_up_rounds(compressor: Compressor) -> int:
@@ -128,12 +131,18 @@ def warm_up_rounds(compressor: Compressor) -> int:
     return WARM_UP if compressor.sends_any_number else 3
 
 
-def about(horovod: Any, model_name: str) -> dict[str, Any]:
-    """Return the model, the world size and the version, for JSON."""
+def dense_title(job: Job) -> str:
+    """Return the name of the exchange without this package, for tables."""
+    return DENSE if job.library == "Horovod" else "dense (DDP)"
+
+
+def about(job: Job, model_name: str) -> dict[str, Any]:
+    """Return the model, the job and the version, for JSON."""
     return {
         "model": model_name,
-        "ranks": horovod.size(),
-        "hosts": horovod.cross_size(),
+        "ranks": job.size(),
+        "hosts": job.hosts(),
+        "library": job.library,
         "hvd_gradcomp": __version__,
     }
 

@@ -28,7 +28,6 @@ LAST = 0.1  # share of the steps, at the end, to average the loss over
 
 
 @click.command("compare", short_help="Train with one compressor after the other.")
-@launching.with_ddp
 @launching.with_ranks
 @click.argument("function", metavar="MODULE:FUNCTION")
 @options.with_methods

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import logging
 import math
 import re
@@ -12,17 +13,20 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import hvd_gradcomp
-from hvd_gradcomp.cli import style
+from hvd_gradcomp.cli import launching, style
 from hvd_gradcomp.cli.output import in_folder, with_json, writing
 from hvd_gradcomp.core import registry
-from hvd_gradcomp.core.installation import WITHOUT_HOROVOD
+from hvd_gradcomp.core.installation import build
 from hvd_gradcomp.core.suggestions import did_you_mean, unknown_parameters
 from hvd_gradcomp.method.compressor import Compressor
+
+if TYPE_CHECKING:
+    from hvd_gradcomp.tuning.job import Job
 
 WIDTH = 80  # columns of a terminal
 NAMES = 19  # columns for a row's name
@@ -265,26 +269,42 @@ def drawing(path: Path, width: float, height: float) -> Iterator[Any]:
         pyplot.close(figure)
 
 
-def started() -> Any:
-    """Initialize Horovod for PyTorch and return it; this package logs only errors.
+def job() -> Job:
+    """Return the job that this process is a rank of; it ends with the command.
+
+    Without a launcher the process is a rank that nobody else is with. This package logs only
+    errors until then.
 
     Raises:
-        click.ClickException: it does not import.
+        click.ClickException: PyTorch, or Horovod under its own launcher, does not import.
     """
-    try:
-        import horovod.torch as horovod
+    context = click.get_current_context()
+    logger = logging.getLogger("hvd_gradcomp")
+    context.call_on_close(partial(logger.setLevel, logger.level))
+    logger.setLevel(logging.ERROR)
+    if launching.launcher() == "Horovod":
+        made = _horovod_job()
+    else:
+        try:
+            over_c10d = importlib.import_module("hvd_gradcomp.tuning.over_c10d")
+        except ImportError as error:
+            raise click.ClickException(
+                f"this command measures on PyTorch, which does not import: {error}"
+            ) from error
+        made = over_c10d.TorchJob()
+    context.call_on_close(made.close)
+    return made
 
-        initialise = horovod.init  # missing if it was built without PyTorch
+
+def _horovod_job() -> Job:
+    try:
+        made: Job = importlib.import_module("hvd_gradcomp.tuning.over_horovod").HorovodJob()
     except Exception as error:
         raise click.ClickException(
-            f"this command measures over Horovod for PyTorch, which does not import: {error}. "
-            f"{WITHOUT_HOROVOD}"
+            "horovodrun or mpirun has started this rank, and Horovod for PyTorch does not "
+            f"import: {error}. `{build()}` installs it; torchrun starts ranks without it"
         ) from error
-    logger = logging.getLogger("hvd_gradcomp")
-    click.get_current_context().call_on_close(partial(logger.setLevel, logger.level))
-    logger.setLevel(logging.ERROR)
-    initialise()
-    return horovod
+    return made
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

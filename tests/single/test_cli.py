@@ -6,9 +6,11 @@ import json
 import os
 import select
 import socket
+import subprocess
 import sys
 import sysconfig
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +38,8 @@ from hvd_gradcomp.tuning.recommend import Span
 from tests.methods import CLASSES, EVERY
 
 pytestmark = pytest.mark.usefixtures("horovod_ends")
+
+ROOT = Path(hvd_gradcomp.__file__).parents[1]
 
 
 def run_command(*arguments: str) -> tuple[int, str]:
@@ -277,23 +281,94 @@ def test_tables_fit_a_terminal(drawn, compressor):
         assert max(map(len, text.splitlines())) <= options.WIDTH, text
 
 
-def test_ranks_without_horovod_are_a_plain_error(monkeypatch):
-    monkeypatch.setattr(launching, "find_spec", lambda name: None, raising=False)
-    monkeypatch.setattr(launching, "run", lambda command: 1)  # as Python ends without it
-    code, text = run_command("bench", "-np", "2")
-    assert code == 1
-    words = " ".join(text.split())
-    assert "-np starts ranks by horovodrun, and Horovod is not installed. `" in words
-    assert "-m hvd_gradcomp build-horovod` installs it; without it `hvd-gradcomp compare" in words
+def started_by(monkeypatch, *arguments: str, installed=("horovod", "torch")) -> list[str]:
+    """Return the command by which ranks are started."""
+    commands = []
+    monkeypatch.setattr(launching, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(launching, "run", lambda command: commands.append(command) or 0)
+    monkeypatch.setattr(sys, "argv", ["hvd-gradcomp", *arguments])
+    code, text = run_command(*arguments)
+    assert code == 0, text
+    (command,) = commands
+    return command
+
+
+@pytest.mark.parametrize(
+    ("options_", "installed", "launcher"),
+    [
+        ((), ("horovod", "torch"), "horovod.runner.launch"),
+        (("--ddp",), ("horovod", "torch"), "torch.distributed.run"),
+        ((), ("torch",), "torch.distributed.run"),
+    ],
+)
+@pytest.mark.parametrize("command", ["bench", "advise", "compare"])
+def test_ranks_are_started_by_torchrun_where_there_is_no_horovod(
+    command, options_, installed, launcher, monkeypatch
+):
+    more = ("train:train",) if command == "compare" else ()
+    words = started_by(monkeypatch, command, "-np", "2", *options_, *more, installed=installed)
+    assert words[1:3] == ["-m", launcher]
+    count = "--nproc-per-node" if launcher.startswith("torch") else "-np"
+    assert words[words.index(count) + 1] == "2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "installed", "words"),
+    [
+        (
+            ("-H", "node1:2,node2:2"),
+            ("torch",),
+            "type on each of the 2 hosts, with advise's own options behind torchrun --nnodes 2 "
+            "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node1:29400 -m hvd_gradcomp "
+            "advise ...",
+        ),
+        (("--horovodrun", "--mpi"), ("torch",), "'--mpi' has options of horovodrun, and torchrun"),
+        ((), (), "ranks are started by PyTorch, which is not installed"),
+    ],
+)
+def test_what_torchrun_cannot_do_is_named(arguments, installed, words, monkeypatch):
+    monkeypatch.setattr(launching, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(launching, "run", lambda command: pytest.fail("ranks were started"))
+    monkeypatch.setattr(sys, "argv", ["hvd-gradcomp", "advise"])
+    code, text = run_command("advise", "-np", "4", *arguments)
+    assert code in (1, 2) and words in " ".join(text.split()), text
 
 
 @pytest.mark.parametrize("command", [("bench",), ("advise", "--bandwidth", "10")])
-def test_what_measures_over_horovod_says_so_without_it(command, monkeypatch):
+def test_horovodrun_without_horovod_for_pytorch_is_a_sentence(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "horovod.torch", None)
+    monkeypatch.delitem(sys.modules, "hvd_gradcomp.tuning.over_horovod", raising=False)
+    monkeypatch.setenv("HOROVOD_RANK", "0")
     code, text = run_command(*command)
     assert code == 1 and len(text.splitlines()) == 1
-    assert "this command measures over Horovod for PyTorch, which does not import" in text
-    assert "build-horovod` installs it; without it `hvd-gradcomp compare --ddp`" in text
+    assert "Horovod for PyTorch does not import" in text
+    assert "build-horovod` installs it; torchrun starts ranks without it" in text
+
+
+WITHOUT = """
+import sys
+sys.modules["horovod"] = None
+from hvd_gradcomp.cli import main
+main()
+"""
+
+
+def test_a_link_that_is_given_needs_neither_horovod_nor_ranks(tmp_path):
+    """One process answers, from the cost model and what it measures of its own work."""
+    (tmp_path / "users_model.py").write_text(USERS.replace("LOSS", "module(torch.ones(4)).sum()"))
+    for command in (("advise", "--bandwidth", "1"), ("bench", "-r", "2")):
+        options_ = (*command, "-m", "users_model:model", "-c", "qsgd", "-c", "int8", "--json", "-")
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT, *options_],
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert (report["ranks"], report["library"]) == (1, "torch.distributed")
+        assert [row["method"] for row in report["rows"]] == ["dense (DDP)", "QSGD()", "Int8()"]
 
 
 @pytest.mark.parametrize(
