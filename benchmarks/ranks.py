@@ -68,7 +68,9 @@ def received(job: Job, compressor: Compressor, grads: Gradients, ranks: int) -> 
 def measured(keys: list[str]) -> dict[str, Any]:
     job = TorchJob()
     grads = gradients(job)
-    methods = {key: options.chosen([text], grads.scale)[0] for key, text in TWO_SHOT.items()}
+    methods = {
+        key: options.chosen([text], grads.scale)[0].compressor for key, text in TWO_SHOT.items()
+    }
     usual = options.usual(grads.scale)
     owned = {f"{key}, balanced": balanced(usual[key]) for key in BALANCED}
     methods = {**usual, **methods, **owned}

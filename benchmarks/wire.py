@@ -60,7 +60,7 @@ def rank(only: list[str]) -> None:
     job = TorchJob()
     ranks, first, grads = job.size(), job.rank() == 0, gradients(job)
     texts = only or [*TWO_SHOT.values()]
-    methods = {brief(c): c for c in options.chosen(texts, grads.scale)}
+    methods = {m.name: m.compressor for m in options.chosen(texts, grads.scale)}
     if not only:
         methods = {**{brief(c): c for c in options.usual(grads.scale).values()}, **methods}
     laws = {}

@@ -15,21 +15,30 @@ from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.core.version import __version__
 from hvd_gradcomp.method.compressor import Compressor
-from hvd_gradcomp.planning.description import brief
+from hvd_gradcomp.planning.methods import ExchangeMethod
 
 if TYPE_CHECKING:
     from hvd_gradcomp.tuning.job import Job
-    from hvd_gradcomp.tuning.measure import Row
+    from hvd_gradcomp.tuning.measure import Gradients, Row
 
 DENSE = "dense (stock Horovod)"
 PARTS = ("encode", "collective", "decode")  # of an exchange, in order
+FEW = 3  # methods of which a round is measured first
 WARM_UP = 64  # steps until threshold methods send a steady share of noise
+
+
+_SHARE_OF_ROUNDS = (
+    "local(...): a step's share of a round of LocalSteps, in which the ranks also compare what "
+    'they do, and the outer optimizer steps; "decode" is all but waiting.'
+)
 
 
 @click.command("bench", short_help="Time exchanges of a model's gradients.")
 @launching.with_ranks
 @options.with_model
 @options.with_methods
+@options.with_shards
+@options.with_preview
 @click.option(
     "-r",
     "--rounds",
@@ -48,6 +57,8 @@ WARM_UP = 64  # steps until threshold methods send a steady share of noise
 def command(
     model_name: str,
     texts: Sequence[str],
+    shards: int,
+    preview: bool,
     rounds: int,
     uncounted: int | None,
     json_path: Path | None,
@@ -75,12 +86,12 @@ def command(
     step. Methods that learn have learned nothing useful, which costs the same.
     """
     options.check_png(png_path)
-    job = options.job()
+    job = options.job(shards)
     from hvd_gradcomp.tuning.measure import (
-        CompressedExchange,
         DenseExchange,
         Gradients,
         UnmeasurableError,
+        exchange_of,
         measure,
     )
     from hvd_gradcomp.tuning.models import ModelError, load
@@ -90,27 +101,30 @@ def command(
         gradients = Gradients(job, model, real=8 if model.real else 0)
     except ModelError as error:
         raise click.UsageError(str(error)) from error
-    compressors = options.chosen(texts, gradients.scale)
+    methods = options.chosen(texts, gradients.scale)
     first, uncompressed = job.rank() == 0, dense_title(job)
-    with Progress(len(compressors) + 2, first) as progress:
+    with Progress(len(methods) + 2, first) as progress:
         progress.say(
             f"{model_name}: {counted(len(gradients.layers), 'layer')}, "
             f"{counted(gradients.elements, 'element')}, {counted(job.size(), 'rank')} on "
-            f"{counted(job.hosts(), 'host')}, over {job.library}"
+            f"{counted(job.hosts(), 'host')}, over {job.library}{shards_of(job)}"
         )
         progress.begin(uncompressed)
         dense = measure(DenseExchange(job), gradients, (rounds + 1) // 2, 1)
         progress.end()
+        if preview:
+            progress.say(_first_look(job, methods, gradients, dense, rounds, uncounted))
         rows: dict[str, Row] = {uncompressed: dense}
-        for compressor in compressors:
-            progress.begin(brief(compressor))
-            before = warm_up_rounds(compressor) if uncounted is None else uncounted
+        for method in methods:
+            progress.begin(method.name)
+            before = warm_up_rounds(method.compressor, uncounted)
             try:
-                exchange = CompressedExchange(job, compressor, gradients.layers, gradients)
+                exchange = exchange_of(job, method, gradients)
             except UnmeasurableError as error:
-                progress.say(f"left out: {error}")
+                progress.say(f"left out: {method.name}: {error}")
             else:
-                rows[brief(compressor)] = measure(exchange, gradients, rounds, before)
+                row = measure(exchange, gradients, rounds, before)
+                rows[method.name] = row.per_step(method.every)
             progress.end()
         progress.begin(uncompressed)
         if rounds > 1:
@@ -121,19 +135,64 @@ def command(
         figures = [figures_of(name, row, dense, size) for name, row in rows.items()]
         content = {**about(job, model_name), "moments": gradients.moments, "rows": figures}
         notes = options.moments_used(rows, gradients.moments)
+        if any(method.every > 1 and method.name in rows for method in methods):
+            notes.append(options.wrapped(_SHARE_OF_ROUNDS))
         output.report(json_path, content, "\n\n".join([table(figures), *notes]))
         if png_path is not None:
             _draw(png_path, figures, f"{model_name}, {counted(job.size(), 'rank')}")
 
 
-def warm_up_rounds(compressor: Compressor) -> int:
-    """Return the rounds until the compressor's payloads have their final size."""
+def _first_look(
+    job: Job,
+    methods: Sequence[ExchangeMethod],
+    gradients: Gradients,
+    dense: Row,
+    rounds: int,
+    uncounted: int | None,
+) -> str:
+    """Measure a round of a few methods; return how long they took, and all of it will take.
+
+    Args:
+        job, methods, gradients: to measure.
+        dense: rounds without compression.
+        rounds, uncounted: of each method.
+    """
+    from hvd_gradcomp.tuning.measure import UnmeasurableError, exchange_of, measure
+
+    took: dict[str, float] = {}
+    for method in methods[:FEW]:
+        try:
+            exchange = exchange_of(job, method, gradients)
+        except UnmeasurableError:
+            continue  # which is said when it is its turn
+        took[method.name] = measure(exchange, gradients, 1, 1).median() / method.every
+    each = [dense.median(), *took.values()]
+    count = sum(rounds + warm_up_rounds(method.compressor, uncounted) for method in methods)
+    left = count * sum(each) / len(each)
+    looks = "; ".join(f"{name} {figure(1e3 * seconds)}" for name, seconds in took.items())
+    return (
+        f"first look, one round, in ms: without compression {figure(1e3 * dense.median())}; "
+        f"{looks}. All of it takes about {output.duration(left)}"
+    )
+
+
+def warm_up_rounds(compressor: Compressor, uncounted: int | None = None) -> int:
+    """Return the rounds until the compressor's payloads have their final size, or `uncounted`."""
+    if uncounted is not None:
+        return uncounted
     return WARM_UP if compressor.sends_any_number else 3
 
 
 def dense_title(job: Job) -> str:
     """Return the name of the exchange without this package, for tables."""
-    return DENSE if job.library == "Horovod" else "dense (DDP)"
+    if job.library == "Horovod":
+        return DENSE
+    return "dense (HSDP)" if job.shards > 1 else "dense (DDP)"
+
+
+def shards_of(job: Job) -> str:
+    """Return what to say of a sharded model; "" for one that is not."""
+    return f", the shards of {counted(job.shards, 'rank')}" if job.shards > 1 else ""
 
 
 def about(job: Job, model_name: str) -> dict[str, Any]:
@@ -143,6 +202,7 @@ def about(job: Job, model_name: str) -> dict[str, Any]:
         "ranks": job.size(),
         "hosts": job.hosts(),
         "library": job.library,
+        "shards": job.shards,
         "hvd_gradcomp": __version__,
     }
 

@@ -7,7 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
+from hvd_gradcomp.torch.local.wrapped_optimizer import WrappedOptimizer
 from hvd_gradcomp.torch.reduce.backend import Backend
+from hvd_gradcomp.torch.reduce.bucket import Named
 from hvd_gradcomp.torch.reduce.reducer import BucketPrograms
 
 Timed = Callable[[Iterator[None]], Iterator[None]]
@@ -63,6 +65,16 @@ class Job(Protocol):
             programs: of one reducer.
             timed: measures the pauses of a generator that yields while it waits for other ranks.
         """
+
+    def local_steps(
+        self, optimizer: torch.optim.Optimizer, named: Named, **settings: Any
+    ) -> WrappedOptimizer:
+        """Wrap an optimizer in `LocalSteps` over `group`; see there."""
+
+    def momentum_exchange(
+        self, optimizer: torch.optim.Optimizer, named: Named, **settings: Any
+    ) -> WrappedOptimizer:
+        """Wrap an optimizer in `MomentumExchange` over `group`; see there."""
 
     def close(self) -> None:
         """End the job, on this rank: those that wait for it fail."""

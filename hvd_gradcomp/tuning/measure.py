@@ -11,9 +11,9 @@ import math
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -26,8 +26,10 @@ from hvd_gradcomp.method.handover import takes_momentum
 from hvd_gradcomp.method.learned import Learned
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning.description import brief
+from hvd_gradcomp.planning.methods import ExchangeMethod, Local
 from hvd_gradcomp.planning.worth import idle
 from hvd_gradcomp.runtime.program_runner import Participants
+from hvd_gradcomp.torch.local.wrapped_optimizer import WrappedOptimizer
 from hvd_gradcomp.torch.moments import tracker
 from hvd_gradcomp.torch.reduce.backend import Backend
 from hvd_gradcomp.torch.reduce.bucket import Bucket
@@ -39,11 +41,14 @@ from hvd_gradcomp.tuning.job import Job
 from hvd_gradcomp.tuning.models import Model, ModelError, shapes
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes, to measure a link with
+FEW_SIZES = SIZES[1:4:2]  # for a rough measurement
 LONG = 0.25  # seconds of a collective, after which larger ones are not measured
 
+_NEVER = 1 << 40  # steps
 _LEARNED = 10_000  # a step at which learning methods are past their warm-up
 _SHIFTS = 1 << 20
 
+T = TypeVar("T")
 Layers = Sequence[tuple[str, tuple[int, ...]]]
 
 
@@ -59,7 +64,8 @@ class Gradients:
         real: number of steps whose gradients are computed from its loss; 0 for noise.
 
     Attributes:
-        layers: (name, shape) of each.
+        layers: (name, shape) of each; of a sharded model of this rank's shards, where it has one.
+        places: of these layers among the model's parameters.
         squares: sums of squared sample gradients of the last draw, in the model's order, if the
             model is tracked (`track_moments`); otherwise empty.
         tensors: filled by `draw`.
@@ -71,9 +77,14 @@ class Gradients:
 
     def __init__(self, job: Job, model: Model, real: int = 0) -> None:
         self._job = job
-        self.layers: Layers = shapes(model.module)
-        if not self.layers:
+        whole = shapes(model.module)
+        parts = [shard_shape(shape, job.shard, job.shards) for _, shape in whole]
+        self.places = [place for place, shape in enumerate(parts) if math.prod(shape)]
+        self.layers: Layers = [(whole[place][0], parts[place]) for place in self.places]
+        if not whole:
             raise ModelError(f"{model.name} has no parameter that requires a gradient")
+        if not self.layers:
+            raise ModelError(f"{model.name} has nothing for shard {job.shard} of {job.shards}")
         self.tensors = [torch.empty(shape) for _, shape in self.layers]
         self.elements = sum(tensor.numel() for tensor in self.tensors)
         trained = [p for p in model.module.parameters() if p.requires_grad]
@@ -84,13 +95,14 @@ class Gradients:
             for p in trained:
                 tracker.discard(p)
             gradients = backward(model)[0]
-            self._steps.append(gradients)
-            self._squares.append(list(map(_square, trained, gradients)) if tracked else [])
+            squares = list(map(_square, trained, gradients)) if tracked else []
+            self._steps.append(self._sharded(gradients))
+            self._squares.append(self._sharded(squares))
         self.squares = self._squares[0] if real else []
         self._step, self.scale = 0, 1.0
         if real:
-            squares = [float(g.square().sum()) for g in self._steps[0]]
-            scale = (sum(squares) / self.elements) ** 0.5
+            total = sum(float(g.square().sum()) for g in self._steps[0])
+            scale = (total / self.elements) ** 0.5
             # The same on all ranks, of which one alone may have what is not finite.
             self.scale = job.slowest(scale if math.isfinite(scale) else math.inf)
             if not 0 < self.scale < math.inf:
@@ -99,6 +111,14 @@ class Gradients:
         else:  # draw once, then read at a random offset in each step: drawing is slow
             self._generator = torch.Generator().manual_seed(1000 + job.rank())
             self._noise = torch.randn(self.elements + _SHIFTS, generator=self._generator)
+
+    def _sharded(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return this rank's shards of tensors of the parameters' shapes; all without shards."""
+        job = self._job
+        if job.shards == 1 or not tensors:
+            return tensors
+        parts = [tensors[place] for place in self.places]
+        return [part.chunk(job.shards)[job.shard] if part.dim() else part for part in parts]
 
     @property
     def moments(self) -> str:
@@ -120,6 +140,18 @@ class Gradients:
         return self.tensors
 
 
+def shard_shape(shape: tuple[int, ...], shard: int, shards: int) -> tuple[int, ...]:
+    """Return the shape of a shard of a parameter, as `fully_shard` cuts it: along the first axis.
+
+    >>> [shard_shape((5, 3), shard, 4) for shard in range(4)]
+    [(2, 3), (2, 3), (1, 3), (0, 3)]
+    """
+    if shards == 1 or not shape:
+        return shape if shard == 0 or shards == 1 else (0,)
+    rows = -(-shape[0] // shards)
+    return max(min(rows, shape[0] - shard * rows), 0), *shape[1:]
+
+
 def _square(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
     """Return a tracked parameter's moment, or the step's if samples cannot be told apart."""
     moment = tracker.take(parameter, gradient)
@@ -136,6 +168,25 @@ def _kind(item: Any) -> str:
 
 class UnmeasurableError(ValueError):
     """Error on all ranks: a compressor cannot be measured with these layers; see the message."""
+
+
+def made_on_all(job: Job, make: Callable[[], T]) -> T:
+    """Return what `make` makes on all ranks of a job; ranks with other shards may refuse alone.
+
+    Raises:
+        UnmeasurableError: on all ranks, if `make` raises one on some.
+    """
+    refusal: UnmeasurableError | None = None
+    try:
+        made = make()
+    except UnmeasurableError as error:
+        refusal = error
+    if job.shards > 1:
+        refusals = [text for text in job.gather_objects(str(refusal or ""), str) if text]
+        refusal = UnmeasurableError(refusals[0]) if refusals else None
+    if refusal is not None:
+        raise refusal
+    return made
 
 
 class Backward(NamedTuple):
@@ -233,12 +284,17 @@ class Exchange(ABC):
         """Return totals, or None if they are not counted."""
         return None
 
+    def prepare(self, gradients: list[torch.Tensor]) -> None:
+        """Do what comes before an exchange, and is not timed."""
+        del gradients
+
     @abstractmethod
     def perform(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
         """Exchange once; return (`perf_counter` after the last submission, seconds waited)."""
 
     def run(self, gradients: list[torch.Tensor]) -> Times:
         """Time one exchange; all ranks begin together."""
+        self.prepare(gradients)
         self.job.barrier()
         start = time.perf_counter()
         submitted, waited = self.perform(gradients)
@@ -275,7 +331,9 @@ class CompressedExchange(Exchange):
         self._source = source
         self._transport = _Timed(job.backend())
         transport = cast(Backend, self._transport)
-        self._reducer = reducer_of(compressor, layers, transport, job.group, self._squares())
+        self._reducer = made_on_all(
+            job, lambda: reducer_of(compressor, layers, transport, job.group, self._squares())
+        )
         self._parameters = self._reducer.planner.ordered_parameters
         self._check = ConfigCheck(self._reducer, "")
 
@@ -301,6 +359,63 @@ class CompressedExchange(Exchange):
         return () if self._source is None else self._source.squares
 
 
+class LocalExchange(Exchange):
+    """Round of local steps: with the comparison of the ranks, and the outer step.
+
+    Args:
+        job: the ranks.
+        method: whose round it is.
+        layers: to exchange.
+
+    Raises:
+        UnmeasurableError: on all ranks, if the compressor does not take these layers.
+    """
+
+    def __init__(self, job: Job, method: Local, layers: Layers) -> None:
+        super().__init__(job)
+        named = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in layers]
+        self._parameters = [p for _, p in named]
+        inner = torch.optim.SGD(self._parameters, lr=1.0)
+        settings = {**method.settings, "every": _NEVER, "warmup_steps": 0}
+
+        def make() -> WrappedOptimizer:
+            try:
+                return job.local_steps(inner, named, compression=method.compressor, **settings)
+            except ValueError as error:
+                raise UnmeasurableError(str(error)) from error
+
+        self._optimizer = made_on_all(job, make)
+        self._optimizer.step()  # the first one compares the parameters of the ranks
+
+    def stats(self) -> CompressionStats:
+        return self._optimizer.stats()
+
+    def prepare(self, gradients: list[torch.Tensor]) -> None:
+        for p, gradient in zip(self._parameters, gradients):
+            p.grad = gradient
+        self._optimizer.step()
+
+    def perform(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
+        start, before = time.perf_counter(), self._waited()
+        self._optimizer.exchange()
+        return start, self._waited() - before
+
+    def _waited(self) -> float:
+        return sum(reducer.traffic.waited for reducer in self._optimizer.all_reducers)
+
+
+def exchange_of(job: Job, method: ExchangeMethod, gradients: Gradients) -> Exchange:
+    """Return the exchange of a method, for gradients of these shapes; all ranks call it.
+
+    Raises:
+        UnmeasurableError: see `reducer_of`.
+    """
+    if isinstance(method, Local):
+        return LocalExchange(job, method, gradients.layers)
+    source = gradients if method.overlaps else None  # momenta have no moments
+    return CompressedExchange(job, method.compressor, gradients.layers, source)
+
+
 def _supply(parameters: Iterable[torch.nn.Parameter], squares: Iterable[torch.Tensor]) -> None:
     """Set the moments of a reducer's parameters, if there are some."""
     for p, square in zip(parameters, squares):
@@ -320,6 +435,11 @@ class Row:
     times: list[Times] = field(default_factory=list)
     bytes_sent: float = 0.0
     element_ratio: float = 1.0
+
+    def per_step(self, every: int) -> Row:
+        """Return a step's share, of rounds in so many steps."""
+        times = [Times(*(seconds / every for seconds in each)) for each in self.times]
+        return Row(times, self.bytes_sent / every, self.element_ratio * every)
 
     def median(self, part: str = "total") -> float:
         return statistics.median(getattr(t, part) for t in self.times)
@@ -557,7 +677,9 @@ def alone(
     """
     transport = _FakeTransport(compressor, ranks, job.rank())
     imagined, squares = _ImaginedRanks(ranks, job.rank()), gradients.squares
-    reducer = reducer_of(compressor, gradients.layers, transport, imagined, squares)
+    reducer = made_on_all(
+        job, lambda: reducer_of(compressor, gradients.layers, transport, imagined, squares)
+    )
     parameters, names = reducer.planner.ordered_parameters, reducer.planner.names
     ready_at = dict(zip(names.values(), ready or [0.0] * len(parameters)))
     costs = []

@@ -12,7 +12,10 @@ import torch.distributed as dist
 
 from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
+from hvd_gradcomp.torch.local.wrapped_c10d import LocalSteps, MomentumExchange
+from hvd_gradcomp.torch.local.wrapped_optimizer import WrappedOptimizer
 from hvd_gradcomp.torch.reduce.backend import Backend
+from hvd_gradcomp.torch.reduce.bucket import Named
 from hvd_gradcomp.torch.reduce.reducer import BucketPrograms
 from hvd_gradcomp.tuning.job import Timed
 
@@ -92,6 +95,16 @@ class TorchJob:
     def run_to_end(self, programs: BucketPrograms, timed: Timed) -> None:
         """Run them bucket by bucket: collectives are matched by order."""
         programs.wait_all()
+
+    def local_steps(
+        self, optimizer: torch.optim.Optimizer, named: Named, **settings: Any
+    ) -> WrappedOptimizer:
+        return LocalSteps(optimizer, named, process_group=self.group.handle, **settings)
+
+    def momentum_exchange(
+        self, optimizer: torch.optim.Optimizer, named: Named, **settings: Any
+    ) -> WrappedOptimizer:
+        return MomentumExchange(optimizer, named, process_group=self.group.handle, **settings)
 
     def close(self) -> None:
         self._everybody.hang_up()

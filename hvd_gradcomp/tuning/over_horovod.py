@@ -10,7 +10,10 @@ import torch
 
 from hvd_gradcomp.runtime.driver import run_until_done
 from hvd_gradcomp.torch.comm.horovod import TITLES, HorovodBackend, gather_objects, pauses
+from hvd_gradcomp.torch.drop_in.wrapped_horovod import LocalSteps, MomentumExchange
+from hvd_gradcomp.torch.local.wrapped_optimizer import WrappedOptimizer
 from hvd_gradcomp.torch.reduce.backend import Backend
+from hvd_gradcomp.torch.reduce.bucket import Named
 from hvd_gradcomp.torch.reduce.reducer import BucketPrograms
 from hvd_gradcomp.tuning.job import Timed
 
@@ -61,6 +64,16 @@ class HorovodJob:
     def run_to_end(self, programs: BucketPrograms, timed: Timed) -> None:
         """Run them as replies come: Horovod matches collectives by name."""
         run_until_done([timed(programs.poll_all())], pauses())
+
+    def local_steps(
+        self, optimizer: torch.optim.Optimizer, named: Named, **settings: Any
+    ) -> WrappedOptimizer:
+        return LocalSteps(optimizer, named, **settings)
+
+    def momentum_exchange(
+        self, optimizer: torch.optim.Optimizer, named: Named, **settings: Any
+    ) -> WrappedOptimizer:
+        return MomentumExchange(optimizer, named, **settings)
 
     def close(self) -> None:
         horovod.shutdown()

@@ -17,6 +17,7 @@ from tests.parallel.launch import ROOT, environment, horovodrun, python
 pytestmark = pytest.mark.parallel
 
 WORKER = "tests.parallel.workers.trained"
+LOCAL = "local(Int8Compressor(), every=4)"
 METHODS = ("qsgd", "DGCCompressor(density=0.01)", "ScaleComCompressor()")
 
 
@@ -60,6 +61,10 @@ def factory():
         return nn.functional.cross_entropy(model(x[batch]), y[batch])
 
     return model, loss
+
+def trained():
+    model, loss = factory()
+    return model, loss, torch.optim.SGD(model.parameters(), lr=0.1)
 """
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -213,6 +218,42 @@ def test_advise_under_torchrun_without_horovod(without: Path):
     assert done.stdout.count("median error of the model") == 1, "one rank prints"
 
 
+def test_methods_beside_compressors_are_measured_without_horovod(without: Path):
+    """Local steps, momenta, and the shards of FSDP2: two of each of two hosts."""
+    figures = without / "bench.json"
+    methods = chosen("int8", LOCAL, "momentum(OneBitCompressor())")
+    done = command(
+        *("bench", "-np", "4", "--ddp", "--shards", "2", "-m", "users_model:factory", "-r", "2"),
+        *methods,
+        *("--json", str(figures)),
+        ranks=1,
+        path=without,
+    )
+    assert done.returncode == 0, done.stderr
+    dense, int8, local, momentum = json.loads(figures.read_text())["rows"]
+    assert dense["method"] == "dense (HSDP)"
+    elements = 64 * 64 + 64 + 64 * 10 + 10
+    assert dense["bytes"] == 4 * elements / 2, "of a shard"
+    assert local["bytes"] == int8["bytes"] / 4 and local["element_ratio"] == 4.0
+    assert momentum["bytes"] < int8["bytes"] / 3
+    assert "a step's share of a round of LocalSteps" in " ".join(done.stdout.split())
+
+
+def test_compare_trains_a_model_by_every_method(without: Path):
+    """Local steps of one step, with SGD, average gradients."""
+    figures = without / "compare.json"
+    methods = chosen("qsgd", "local(None, every=1)", LOCAL)
+    rest = ("--steps", "12", "--json", str(figures))
+    done = torchrun(without, "compare", "-m", "users_model:trained", *methods, *rest)
+    assert done.returncode == 0, done.stderr
+    none, qsgd, averaged, local = json.loads(figures.read_text())["rows"]
+    assert none["losses"][0] == qsgd["losses"][0] == local["losses"][0]
+    assert averaged["losses"] == pytest.approx(none["losses"], abs=1e-5)
+    assert local["ratio"] > 12
+    assert abs(local["loss"] - none["loss"]) < 0.2
+    assert "trainings of 12 steps take about" in done.stderr
+
+
 def test_bench_starts_its_ranks_itself_without_horovod(without: Path):
     done = command(
         *("bench", "-np", "2", "--ddp", "-m", "users_model:factory", "-r", "2"),
@@ -241,14 +282,15 @@ def test_compare_over_torch_distributed_starts_its_ranks_itself(without: Path):
     figures = without / "compare.json"
     done = command(
         *("compare", "-np", "2", "--ddp", "tests.parallel.workers.trained_ddp:train"),
-        *("--steps", "12", "--json", str(figures), *chosen("QSGDCompressor(bits=8)", "lgc")),
+        *("--steps", "12", "--json", str(figures), *chosen("QSGDCompressor(bits=8)", "lgc", LOCAL)),
         ranks=1,
         path=without,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(figures.read_text())
     assert report["ranks"] == 2
-    none, qsgd = report["rows"][:2]
+    none, qsgd, *_, local = report["rows"]
+    assert local["method"] == "local(Int8(), every=4)" and local["ratio"] > 12
     assert len(none["losses"]) == 12 and none["losses"][0] == qsgd["losses"][0]
     assert abs(qsgd["loss"] - none["loss"]) < 0.1 and qsgd["ratio"] > 3.5
     assert "default0" not in done.stdout + done.stderr

@@ -98,6 +98,20 @@ def test_the_list_of_commands_has_whole_sentences():
         (("bench", "-c", "QSGDCompressor(**{'bits': 4})"), "is no compressor"),
         (("bench", "-c", "after(3, QSGDCompressor(), annotations)"), "annotations"),
         (("bench", "-c", "role('bias')"), "is no compressor"),
+        (("bench", "-c", "local(Int8Compressor(), every=0)"), "every must be a whole number in [1"),
+        (("bench", "-c", "local(Int8Compressor(), evry=5)"), "did you mean 'every'?"),
+        (("bench", "-c", "local(7)"), "compression= takes a compressor of hvd_gradcomp, got 7"),
+        (("bench", "-c", "local(None, outer=3)"), "outer= takes an OuterSGD, got 3"),
+        (("bench", "-c", "local(Int8Compresor())"), "did you mean 'Int8Compressor'?"),
+        (
+            ("bench", "-c", "local(every=15, Int8Compressor())"),
+            "or 'local(Int8Compressor(), every=15)'",
+        ),
+        (("bench", "-c", "lokal(None)"), "did you mean 'local'?"),
+        (("bench", "-c", "momentum(DGCCompressor())"), "corrects momentum, and here momenta"),
+        (("bench", "-c", "momentum(None, warmup_steps=0)"), "warmup_steps must be a whole number"),
+        (("bench", "-c", "after(3, None, local(None))"), "after(3, None, local(None))"),
+        (("bench", "--shards", "0"), "0 is not in the range"),
         (("bench", "-c", "QSGDCompressor(bits=4"), "QSGDCompressor(bits=4"),
         (("bench", "-c", "(" * 5000), "is no compressor"),
         (("bench", "-m", "os:system"), "os:system is no function that can be called without"),
@@ -116,6 +130,9 @@ def test_the_list_of_commands_has_whole_sentences():
         (("advise", "--for-hosts", "1"), "1 is not in the range"),
         (("advise", "--bandwidth", "0"), "0"),
         (("compare", "json:dumps"), "no generator function"),
+        (("compare",), "name either your training, MODULE:FUNCTION, or with -m a model"),
+        (("compare", "a:b", "-m", "a:b"), "name either your training"),
+        (("compare", "-m", "resnet50"), "has to return (module, loss, optimizer)"),
         (("compare", "train"), "module:function"),
         (("bench", "-H", "localhost:2"), "say with -np how many"),
         (("bench", "-np", "3", "-H", "localhost:1"), "asks for 3 ranks, and -H localhost:1 has 1"),
@@ -191,6 +208,7 @@ def unready():
             2,
         ),
         (("compare", "train"), "0", "yield its hvd_gradcomp optimizer before the first step", 1),
+        (("compare", "-c", "local-int8", "train"), "0", "takes no argument 'local', in which", 2),
         (("compare", "unready"), "0", "has to take one argument, the compressor: too many", 2),
     ],
 )
@@ -231,6 +249,24 @@ def test_what_lies_beside_what_is_installed_is_a_users(tmp_path, monkeypatch):
     assert len(lines) == 1 and "users_beside.py" in lines[0], done.output
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("local(Int8Compressor(), every=15)", "local(Int8(), every=15)"),
+        (
+            "local(None, every=30, warmup_steps=9, outer=OuterSGD(lr=0.7, momentum=0.9))",
+            "local(None(), every=30, outer=OuterSGD(lr=0.7, momentum=0.9, nesterov=True), "
+            "warmup_steps=9)",
+        ),
+        ("momentum(OneBitCompressor(), warmup_steps=20)", "momentum(OneBit(), warmup_steps=20)"),
+        ("local-int8", "local(Int8(), every=15)"),
+    ],
+)
+def test_local_steps_and_momenta_are_written_as_compressors_are(text, name):
+    (method,) = options.chosen([text])
+    assert (method.name, method.overlaps) == (name, False)
+
+
 WRITTEN = [
     "after(3, StromCompressor(tau=0.7), DGCCompressor(density=0.05, momentum=-0.0))",
     "partition([(role('bias', 'norm'), None), (smaller(100), NoneCompressor()), ('*', "
@@ -241,7 +277,8 @@ WRITTEN = [
 
 @pytest.mark.parametrize("text", [str(c) for c in EVERY] + WRITTEN)
 def test_a_compressor_is_written_as_in_python(text):
-    assert options.chosen([text]) == [eval(text, vars(hvd_gradcomp))]
+    (method,) = options.chosen([text])
+    assert method.compressor == eval(text, vars(hvd_gradcomp)) and method.overlaps
 
 
 figures = st.floats(1e-3, 1e6)
@@ -509,7 +546,8 @@ def test_a_named_pipe_that_cannot_be_written_is_refused_at_once(tmp_path):
 
 
 def test_a_short_name_has_usual_settings_for_the_size_of_the_gradients():
-    assert options.chosen(["strom"], 0.01) == [StromCompressor(tau=0.191)]
+    (method,) = options.chosen(["strom"], 0.01)
+    assert method.compressor == StromCompressor(tau=0.191)
 
 
 def test_every_method_is_usual():
