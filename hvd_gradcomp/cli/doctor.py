@@ -232,6 +232,8 @@ def _readiness(
         if framework.name == "torch":
             works = facts.get("ddp") and "DistributedDataParallel" not in failed
             instead = "not ready, see above" if facts else "needs PyTorch"
+            if "error" in facts:  # of a fact that was not reached, which no other finding shows
+                instead = f"not ready: {_error(facts)}"
             yield f"DDP: {'ready' if works else instead}."
             if facts.get("fsdp") is False and facts["ddp"]:
                 instead = f"not with this PyTorch, {facts['version']}"
