@@ -37,7 +37,9 @@ from benchmarks.points import DENSE, PYTORCH, SETTLE, TAPE, Noise
 from hvd_gradcomp import Compressor, NoneCompressor
 from hvd_gradcomp.codecs.threshold import ThresholdCompressor
 from hvd_gradcomp.monitoring.stats import CompressionStats
+from hvd_gradcomp.tuning.job import Job
 from hvd_gradcomp.tuning.measure import CompressedExchange, DenseExchange, Exchange, Layers
+from hvd_gradcomp.tuning.over_horovod import HorovodJob
 
 
 class Feed:
@@ -91,13 +93,15 @@ class Graph(Exchange):
     """An exchange in a `tf.function`, of gradients that lie in variables.
 
     Args:
+        job: the ranks.
         compressor: None for stock Horovod.
         feed: what `perform` will be given.
     """
 
-    def __init__(self, compressor: Compressor | None, feed: Feed) -> None:
+    def __init__(self, job: Job, compressor: Compressor | None, feed: Feed) -> None:
         import tensorflow as tf
 
+        super().__init__(job)
         self.compressor, self.inputs = compressor, feed.variables
         self.prepare(feed)
         self.step = tf.function(self.exchange)
@@ -170,18 +174,20 @@ class Fit(Graph):
         return hvd.compression_stats(self.optimizer)
 
 
-def exchange_of(framework: str, compressor: Compressor | None, feed: Feed) -> Exchange:
+def exchange_of(job: Job, framework: str, compressor: Compressor | None, feed: Feed) -> Exchange:
     if framework != PYTORCH:
-        return (Tape if framework == TAPE else Fit)(compressor, feed)
-    return DenseExchange() if compressor is None else CompressedExchange(compressor, feed.layers)
+        return (Tape if framework == TAPE else Fit)(job, compressor, feed)
+    if compressor is None:
+        return DenseExchange(job)
+    return CompressedExchange(job, compressor, feed.layers)
 
 
 def measure(
-    compressor: Compressor | None, frameworks: Sequence[str], feed: Feed, rounds: int
+    job: Job, compressor: Compressor | None, frameworks: Sequence[str], feed: Feed, rounds: int
 ) -> dict[str, dict[str, Any]]:
     """A row for each framework, and one for PyTorch's dense allreduce in the same rounds."""
-    ways: dict[str, Exchange] = {DENSE: DenseExchange()}
-    ways |= {name: exchange_of(name, compressor, feed) for name in frameworks}
+    ways: dict[str, Exchange] = {DENSE: DenseExchange(job)}
+    ways |= {name: exchange_of(job, name, compressor, feed) for name in frameworks}
     first = {name: one.run(feed.draw()).total for name, one in ways.items()}
     settle = SETTLE if isinstance(compressor, ThresholdCompressor) else 3
     for name, one in ways.items():
@@ -216,10 +222,10 @@ def main() -> None:
     parser.add_argument("result", type=Path)
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
-    job = json.loads(options.points.read_text())
-    points = job["points"]
+    plan = json.loads(options.points.read_text())
+    points = plan["points"]
     logging.getLogger("hvd_gradcomp").setLevel(logging.ERROR)
-    horovod.init()
+    job = HorovodJob()
     torch.set_num_threads(1)
     if any(set(point["frameworks"]) - {PYTORCH} for point in points):
         import horovod.tensorflow as stock
@@ -228,12 +234,13 @@ def main() -> None:
         tf.config.threading.set_intra_op_parallelism_threads(1)
         tf.config.threading.set_inter_op_parallelism_threads(1)
         stock.init()
-    feed = Feed([(name, tuple(shape)) for name, shape in job["layers"]])
+    feed = Feed([(name, tuple(shape)) for name, shape in plan["layers"]])
     result: dict[str, Any] = {"copy_ms": feed.copy_ms(), "rows": {}}
     for point in points:
         compressor = eval(point["compressor"], dict(vars(hvd_gradcomp)))
         dense = point["name"] == DENSE
-        rows = measure(None if dense else compressor, point["frameworks"], feed, options.rounds)
+        frameworks, method = point["frameworks"], None if dense else compressor
+        rows = measure(job, method, frameworks, feed, options.rounds)
         result["rows"][point["name"]] = rows
         gc.collect()  # functions of TensorFlow hold each other
         if horovod.rank() == 0:

@@ -44,7 +44,6 @@ from rich.table import Table
 from benchmarks.rig import Hosts, HostsError, JobError, bits_per_second
 from hvd_gradcomp.cli import style
 from hvd_gradcomp.cli.options import chosen, usual
-from hvd_gradcomp.planning.description import brief
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -168,7 +167,7 @@ def by_way(
 def asked_ratio(method: str) -> int:
     """One in how many elements a sparse method was set to send."""
     for ratio, texts in DENSER.items():
-        if method in map(brief, chosen(texts)):
+        if method in [each.name for each in chosen(texts)]:
             return ratio
     return USUAL
 

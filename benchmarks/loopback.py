@@ -30,6 +30,7 @@ from hvd_gradcomp.tuning.measure import (
     measure,
 )
 from hvd_gradcomp.tuning.models import load
+from hvd_gradcomp.tuning.over_horovod import HorovodJob
 
 DENSITY = 0.001
 PLAIN = "torch.topk 0.1 %, int64 indices"
@@ -63,12 +64,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--check", action="store_true", help="exit status 1 if a bar does not hold")
     options = parser.parse_args()
-    horovod.init()
+    job = HorovodJob()
     torch.set_num_threads(1)
-    gradients = Gradients(load("resnet50", shapes_only=True))
-    ways = {bench.DENSE: DenseExchange(), PLAIN: PlainTopK()}
+    gradients = Gradients(job, load("resnet50", shapes_only=True))
+    ways = {bench.DENSE: DenseExchange(job), PLAIN: PlainTopK(job)}
     for compressor in BARRED:
-        ways[brief(compressor)] = CompressedExchange(compressor, gradients.layers)
+        ways[brief(compressor)] = CompressedExchange(job, compressor, gradients.layers)
     rows = {
         name: measure(exchange, gradients, options.rounds, 2) for name, exchange in ways.items()
     }

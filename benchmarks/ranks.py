@@ -20,7 +20,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 from torch.nn import functional
 
@@ -30,8 +29,10 @@ from hvd_gradcomp.cli import options, style
 from hvd_gradcomp.cli.bench import warm_up_rounds
 from hvd_gradcomp.core.cost_model import volume
 from hvd_gradcomp.planning.description import brief
+from hvd_gradcomp.tuning.job import Job
 from hvd_gradcomp.tuning.measure import Gradients, UnmeasurableError, alone
 from hvd_gradcomp.tuning.models import Model
+from hvd_gradcomp.tuning.over_c10d import TorchJob
 
 RANKS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 ROUNDS = 3
@@ -43,7 +44,7 @@ TWO_SHOT = {
 BALANCED = ("variance-coded", "strom", "dgc")
 
 
-def gradients() -> Gradients:
+def gradients(job: Job) -> Gradients:
     torch.manual_seed(1)
     model = GPT()
 
@@ -52,12 +53,12 @@ def gradients() -> Gradients:
         scores = model(tokens[:, :-1])
         return functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
 
-    return Gradients(Model("GPT", model, loss, real=True), real=4)
+    return Gradients(job, Model("GPT", model, loss, real=True), real=4)
 
 
-def received(compressor: Compressor, grads: Gradients, ranks: int) -> float:
+def received(job: Job, compressor: Compressor, grads: Gradients, ranks: int) -> float:
     """Return the bytes that a step brings a rank, the median of some."""
-    cost = alone(compressor, grads, ranks, ROUNDS, warm_up_rounds(compressor))
+    cost = alone(job, compressor, grads, ranks, ROUNDS, warm_up_rounds(compressor))
     return statistics.median(
         sum(volume(kind, size, ranks) for bucket in one for kind, size in bucket.asks)
         for one in cost.rounds
@@ -65,9 +66,11 @@ def received(compressor: Compressor, grads: Gradients, ranks: int) -> float:
 
 
 def measured(keys: list[str]) -> dict[str, Any]:
-    horovod.init()
-    grads = gradients()
-    methods = {key: options.chosen([text], grads.scale)[0] for key, text in TWO_SHOT.items()}
+    job = TorchJob()
+    grads = gradients(job)
+    methods = {
+        key: options.chosen([text], grads.scale)[0].compressor for key, text in TWO_SHOT.items()
+    }
     usual = options.usual(grads.scale)
     owned = {f"{key}, balanced": balanced(usual[key]) for key in BALANCED}
     methods = {**usual, **methods, **owned}
@@ -77,13 +80,13 @@ def measured(keys: list[str]) -> dict[str, Any]:
         if keys and key not in keys:
             continue
         try:
-            by_ranks = {n: received(compressor, grads, n) for n in RANKS}
+            by_ranks = {n: received(job, compressor, grads, n) for n in RANKS}
         except (UnmeasurableError, ValueError) as error:
             print(f"{key}: left out: {error}", flush=True)
             continue
         print(key, *(f"{dense[n] / by_ranks[n]:.3g}" for n in RANKS), flush=True)
         rows.append({"key": key, "title": brief(compressor), "bytes": by_ranks})
-    horovod.shutdown()
+    job.close()
     return {"elements": grads.elements, "dense": dense, "rows": rows}
 
 

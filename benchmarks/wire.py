@@ -50,25 +50,26 @@ def rank(only: list[str]) -> None:
     from hvd_gradcomp.cli.bench import warm_up_rounds
     from hvd_gradcomp.core.cost_model import volume
     from hvd_gradcomp.planning.description import brief
-    from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
     from hvd_gradcomp.tuning.measure import CompressedExchange, UnmeasurableError
+    from hvd_gradcomp.tuning.over_c10d import TorchJob
 
     horovod.init()
     torch.set_num_threads(1)
-    ranks, first, grads = horovod.size(), horovod.rank() == 0, gradients()
+    connect()
+    horovod.shutdown()  # its negotiation goes on for as long as it runs
+    job = TorchJob()
+    ranks, first, grads = job.size(), job.rank() == 0, gradients(job)
     texts = only or [*TWO_SHOT.values()]
-    methods = {brief(c): c for c in options.chosen(texts, grads.scale)}
+    methods = {m.name: m.compressor for m in options.chosen(texts, grads.scale)}
     if not only:
         methods = {**{brief(c): c for c in options.usual(grads.scale).values()}, **methods}
     laws = {}
     for title, compressor in methods.items():
         try:
-            laws[title] = received(compressor, grads, ranks)
+            laws[title] = received(job, compressor, grads, ranks)
         except UnmeasurableError as error:
             if first:
                 print(f"{title}: left out: {error}", flush=True)
-    connect()
-    horovod.shutdown()  # its negotiation goes on for as long as it runs
 
     def moved(exchange: Callable[[list[torch.Tensor]], Any], rounds: int = ROUNDS) -> float:
         """Return the bytes of a round over the busiest link, in the busier direction."""
@@ -94,9 +95,7 @@ def rank(only: list[str]) -> None:
 
     tell("dense", volume("allreduce", 4.0 * grads.elements, ranks), moved(dense))
     for title, law in laws.items():
-        group = ProcessGroup()
-        backend = C10dBackend(group, title)
-        exchange = CompressedExchange(methods[title], grads.layers, grads, backend, group)
+        exchange = CompressedExchange(job, methods[title], grads.layers, grads)
         for _ in range(warm_up_rounds(methods[title])):
             exchange.perform(grads.draw())
         tell(title, law, moved(exchange.perform))

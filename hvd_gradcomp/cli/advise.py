@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.cli import advise_report, launching, options, output
 from hvd_gradcomp.cli.advise_report import EVERY, HOSTS, Row
-from hvd_gradcomp.cli.bench import DENSE, about, warm_up_rounds
+from hvd_gradcomp.cli.bench import FEW, about, dense_title, shards_of, warm_up_rounds
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.core.cost_model import Bucket, Dense, Link, Way
@@ -22,15 +23,22 @@ from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.method.handover import takes_momentum
 from hvd_gradcomp.monitoring.probe import Reading
 from hvd_gradcomp.planning.description import brief
+from hvd_gradcomp.planning.methods import ExchangeMethod
 from hvd_gradcomp.tuning import fewer_exchanges, recommend
 from hvd_gradcomp.tuning.recommend import Case, Span, Verdict
 
 if TYPE_CHECKING:
     import torch
 
+    from hvd_gradcomp.tuning.job import Job
     from hvd_gradcomp.tuning.measure import Backward, Gradients
     from hvd_gradcomp.tuning.models import Model
 
+_NO_LINK = (
+    "one rank alone has no link to measure: give --bandwidth in Mb/s; or start ranks on the hosts "
+    "that you train on, by torchrun (see --help) or with -np and -H"
+)
+_WITH_MOMENTA = ("Adam", "AdamW")  # optimizers that `MomentumExchange` takes
 ANCHORS = (2, 4, 16)  # numbers of ranks to measure the work for, to interpolate others
 
 
@@ -38,6 +46,8 @@ ANCHORS = (2, 4, 16)  # numbers of ranks to measure the work for, to interpolate
 @launching.with_ranks
 @options.with_model
 @options.with_methods
+@options.with_shards
+@options.with_preview
 @click.option(
     "-r",
     "--rounds",
@@ -91,6 +101,8 @@ ANCHORS = (2, 4, 16)  # numbers of ranks to measure the work for, to interpolate
 def command(
     model_name: str,
     texts: Sequence[str],
+    shards: int,
+    preview: bool,
     rounds: int,
     batch_size: int,
     bandwidth: float | None,
@@ -103,12 +115,14 @@ def command(
 ) -> None:
     """Recommend the compressor that makes a step fastest on this link, or none.
 
-    Run it as you train, on the hosts that you train on:
+    Run it as you train, on the hosts that you train on, by torchrun or horovodrun; or in one
+    process for a link that is not here, whose bandwidth you give:
 
     \b
-        hvd-gradcomp advise -np 2 -H host1:1,host2:1 --model resnet50
-        hvd-gradcomp advise -np 2 -H host1:1,host2:1 --model train:factory
         hvd-gradcomp advise --model train:factory --bandwidth 1000
+        torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d \\
+            --rdzv-endpoint host1:29400 -m hvd_gradcomp advise --model train:factory
+        hvd-gradcomp advise -np 2 -H host1:1,host2:1 --model train:factory
         hvd-gradcomp advise -np 2 -H host1:1,host2:1 --model train:factory --for-hosts 16
 
     It measures forward and backward, whole exchanges, each compressor's own work without any link,
@@ -138,86 +152,93 @@ def command(
     more steps they need is what one small transformer needed ("Is it worth it?" on the site).
     """
     options.check_png(png_path)
-    horovod = options.started()
+    if bandwidth is None and not launching.launcher():
+        raise click.UsageError(_NO_LINK)
+    job = options.job(shards)
     import torch
 
-    from hvd_gradcomp.torch.comm.horovod import gather_objects
     from hvd_gradcomp.tuning.measure import (
+        FEW_SIZES,
         Backward,
-        CompressedExchange,
         DenseExchange,
         Gradients,
         UnmeasurableError,
         backward,
+        exchange_of,
         link,
         measure,
     )
     from hvd_gradcomp.tuning.models import USUAL_OPTIMIZERS, ModelError, load, optimizer_of
 
-    ranks = horovod.size()
-    if ranks == 1 and bandwidth is None:
-        raise click.UsageError(
-            "one rank alone has no link to measure: start it with horovodrun, or give --bandwidth"
-        )
-    first = horovod.rank() == 0
-    if first and horovod.local_size() > 1 and horovod.cross_size() > 1:
+    ranks, first = job.size(), job.rank() == 0
+    if job.group.size() == 1 and bandwidth is None:
+        raise click.UsageError(_NO_LINK)
+    if first and ranks > job.hosts() > 1:
         click.echo("several ranks on a host: what is called hosts below are ranks", err=True)
-    measures = measures and ranks > 1 and bandwidth is None
+    measures = measures and bandwidth is None
     try:
         usual = optimizer or USUAL_OPTIMIZERS.get(model_name)
         trained_with = optimizer_of(usual) if usual else None
         model = load(model_name, batch_size=batch_size)
         trained_with = trained_with or model.optimizer
         # Each rank draws its own batches, even if the factory has set one seed on all ranks.
-        torch.manual_seed(1000 + horovod.rank())
+        torch.manual_seed(1000 + job.rank())
         passes = [backward(model)[1] for _ in range(3 if model.loss else 0)]
-        gradients = Gradients(model, real=8 if model.real else 0)
-        probed = _probed(model, gradients) if model.real else {}
+        gradients = Gradients(job, model, real=8 if model.real else 0)
+        probed = _probed(model, gradients) if model.real and shards == 1 else {}
     except ModelError as error:
         raise click.UsageError(str(error)) from error
-    compressors = options.chosen(texts, gradients.scale)
-    everybody = gather_objects(
-        passes, list[Backward], "gradcomp.backward", horovod.global_process_set
-    )
-    pass_ = _middle(everybody, len(gradients.layers))
+    methods = options.chosen(texts, gradients.scale)
+    pass_ = _middle(job.gather_objects(passes, list[Backward]), gradients.places)
     sizes = [4.0 * math.prod(shape) for _, shape in gradients.layers]
+    uncompressed = dense_title(job)
+    dense = MethodResult(
+        Dense(uncompressed, list(zip(pass_.ready, sizes))), ExchangeMethod(), 1.0, 1.0
+    )
     results: list[tuple[MethodResult, list[float]]] = []
-    with Progress(len(_suited(compressors, trained_with)) + 2, first) as progress:
+    known: dict[Compressor, MethodResult] = {}  # by compressor, whatever it is for
+    with Progress(len(_suited(methods, trained_with)) + 2, first) as progress:
         size = counted(gradients.elements, "element")
-        progress.say(f"{model_name}: {size}, {counted(ranks, 'rank')}")
-        compressors = _suited(compressors, trained_with, progress.say)
+        progress.say(f"{model_name}: {size}, {counted(ranks, 'rank')}{shards_of(job)}")
+        methods = _suited(methods, trained_with, progress.say)
+        if bandwidth is not None:  # shards travel at the same time
+            imagined = max(ranks // shards, 2)
+            measured_link = Link.of(1e6 * bandwidth / shards, imagined, 1e-6 * latency)
+        if preview and methods:
+            rough = link(job, FEW_SIZES, 1, 1e-6 * latency) if bandwidth is None else measured_link
+            progress.say(
+                _first_look(job, methods, gradients, dense, pass_, rough, rounds, measures)
+            )
         progress.begin("the link")
         if bandwidth is None:
-            measured_link = link(rounds=rounds, latency=1e-6 * latency)
-        else:
-            measured_link = Link.of(1e6 * bandwidth, max(ranks, 2), 1e-6 * latency)
+            measured_link = link(job, rounds=rounds, latency=1e-6 * latency)
         progress.end()
-        plain = measure(DenseExchange(), gradients, (rounds + 1) // 2, 1) if measures else None
-        for compressor in compressors:
-            progress.begin(brief(compressor))
+        plain = measure(DenseExchange(job), gradients, (rounds + 1) // 2, 1) if measures else None
+        for method in methods:
+            progress.begin(method.name)
+            compressor = method.compressor
             try:
-                result = _measure_method(compressor, gradients, measured_link.ranks, rounds, pass_)
-            except UnmeasurableError as error:
-                progress.say(f"left out: {error}")
-            else:
+                if compressor not in known:
+                    known[compressor] = _measure_method(
+                        job, compressor, gradients, measured_link.ranks, rounds, pass_
+                    )
                 times = []
                 if measures:
-                    exchange = CompressedExchange(compressor, gradients.layers, gradients)
+                    exchange = exchange_of(job, method, gradients)
                     row = measure(exchange, gradients, rounds, warm_up_rounds(compressor))
                     times = [one.total for one in row.times]
-                results.append((result, times))
+                results.append((known[compressor].by(method), times))
+            except UnmeasurableError as error:
+                progress.say(f"left out: {method.name}: {error}")
             progress.end()
-        progress.begin(DENSE)
+        progress.begin(uncompressed)
         if plain is not None:  # half of them at the end, so that drift shows in their spread
-            plain.times += measure(DenseExchange(), gradients, rounds // 2).times
+            plain.times += measure(DenseExchange(job), gradients, rounds // 2).times
         progress.end()
     if first:
-        dense = MethodResult(
-            Dense(DENSE, list(zip(pass_.ready, sizes))), NoneCompressor(), 1.0, 1.0
-        )
         times = [one.total for one in plain.times] if plain else []
         content = {
-            **about(horovod, model_name),
+            **about(job, model_name),
             "forward_ms": 1e3 * pass_.forward,
             "backward_ms": 1e3 * pass_.seconds,
             "bandwidth": measured_link.bandwidth,
@@ -236,17 +257,16 @@ def command(
         rows, verdict = _advice(
             everything, measured_link, pass_, for_hosts or measured_link.ranks, gentle
         )
-        local = _local_steps([one.compressor for one, _ in everything], rows, pass_)
+        local = _local_steps([one.method for one, _ in everything], rows, pass_)
         content |= {"rows": [row._asdict() for row in rows], **_verdict_json(rows, verdict)}
         content["local_steps"] = local
         content["takes_over"] = trained_with is None and any(
-            one.costs.name == content["use"] and takes_momentum(one.compressor)
+            one.costs.name == content["use"] and takes_momentum(one.method.compressor)
             for one, _ in results
         )
         output.report(json_path, content, advise_report.text(content, rows, verdict))
         if png_path is not None:
             advise_report.draw(png_path, content, rows)
-    horovod.shutdown()
 
 
 class MethodResult(NamedTuple):
@@ -254,47 +274,75 @@ class MethodResult(NamedTuple):
 
     Attributes:
         costs: for the cost model.
-        compressor: the compressor.
-        elements, bytes: of the gradient, divided by those sent; inf if nothing is sent.
+        method: whose costs these are.
+        elements, bytes: of the gradients of all steps, divided by those sent; inf if nothing is
+            sent.
     """
 
     costs: Way | Dense
-    compressor: Compressor
+    method: ExchangeMethod
     elements: float
     bytes: float
 
+    def by(self, method: ExchangeMethod) -> MethodResult:
+        """Return the same for another method with this compressor."""
+        costs, every = replace(self.costs, name=method.name), method.every
+        return MethodResult(costs, method, self.elements * every, self.bytes * every)
 
-def _middle(everywhere: Sequence[Sequence[Backward]], layers: int) -> Backward:
-    """Return the slowest rank's median pass; without passes, all gradients are ready at once."""
+    def step_seconds(self, link: Link, ranks: int, backward: float) -> float:
+        """Predict the time of backward and of what the exchange adds to it, a mean over steps."""
+        if self.method.overlaps:
+            return self.costs.seconds(link, ranks, backward)
+        return backward + self.costs.seconds(link, ranks) / self.method.every
+
+
+def _middle(everywhere: Sequence[Sequence[Backward]], places: Sequence[int]) -> Backward:
+    """Return the slowest rank's median pass; without passes, all gradients are ready at once.
+
+    Args:
+        everywhere: passes of each rank.
+        places: of the layers that this rank exchanges, among the model's parameters.
+    """
     from hvd_gradcomp.tuning.measure import Backward
 
     if not everywhere[0]:
-        return Backward(0.0, 0.0, (0.0,) * layers)
+        return Backward(0.0, 0.0, (0.0,) * len(places))
     middle = [sorted(passes, key=lambda p: p.seconds)[len(passes) // 2] for passes in everywhere]
-    return max(middle, key=lambda p: p.seconds)
+    slowest = max(middle, key=lambda p: p.seconds)
+    return slowest._replace(ready=tuple(slowest.ready[place] for place in places))
 
 
 def _measure_method(
-    compressor: Compressor, gradients: Gradients, ranks: int, rounds: int, pass_: Backward
+    job: Job,
+    compressor: Compressor,
+    gradients: Gradients,
+    ranks: int,
+    rounds: int,
+    pass_: Backward,
+    anchors: Sequence[int] = ANCHORS,
+    warm_up: int | None = None,
 ) -> MethodResult:
     """Measure a compressor's costs, by all ranks' clocks, and its compression ratios.
+
+    Args:
+        job, compressor, gradients: to measure.
+        ranks: number of ranks; costs are measured for these and for `anchors`.
+        rounds, warm_up: rounds that count, and rounds before them; None for `warm_up_rounds`.
+        pass_: has when gradients are ready.
 
     Raises:
         UnmeasurableError: see `alone`.
     """
-    import horovod.torch as horovod
-
-    from hvd_gradcomp.torch.comm.horovod import gather_objects
     from hvd_gradcomp.tuning.measure import alone
 
-    warm_up = warm_up_rounds(compressor)
+    warm_up = warm_up_rounds(compressor, warm_up)
     costs = {
-        count: alone(compressor, gradients, count, rounds, warm_up, pass_.ready)
-        for count in sorted({ranks, *ANCHORS})
+        count: alone(job, compressor, gradients, count, rounds, warm_up, pass_.ready)
+        for count in sorted({ranks, *anchors})
     }
     rounds_by_count = [cost.rounds for cost in costs.values()]
-    world = horovod.global_process_set
-    everywhere = gather_objects(rounds_by_count, list[list[list[Bucket]]], "gradcomp.costs", world)
+    everywhere = job.gather_objects(rounds_by_count, list[list[list[Bucket]]])
+    everywhere = everywhere[job.shard :: job.shards] if len(everywhere) > 1 else everywhere
     by_ranks = {
         count: [costs_of_rank[i] for costs_of_rank in everywhere] for i, count in enumerate(costs)
     }
@@ -306,38 +354,87 @@ def _measure_method(
     mean = statistics.fmean(sent)
     ratio = 4 * gradients.elements / mean if mean else math.inf
     return MethodResult(
-        Way(brief(compressor), by_ranks), compressor, costs[ranks].element_ratio, ratio
+        Way(brief(compressor), by_ranks),
+        ExchangeMethod(compressor),
+        costs[ranks].element_ratio,
+        ratio,
     )
 
 
-def _suited(
-    compressors: Sequence[Compressor],
-    optimizer: torch.optim.Optimizer | None,
-    say: Callable[[str], None] = lambda text: None,
-) -> list[Compressor]:
-    """Pick the compressors that run with an optimizer, with momentum=0 if necessary; in order.
+def _first_look(
+    job: Job,
+    methods: Sequence[ExchangeMethod],
+    gradients: Gradients,
+    dense: MethodResult,
+    pass_: Backward,
+    link: Link,
+    rounds: int,
+    measures: bool,
+) -> str:
+    """Measure a round of a few methods; return a rough answer, and how long all of it will take.
 
     Args:
-        compressors: as requested.
+        job, gradients: to measure.
+        methods: all of them; first come those that are known to train well with local steps.
+        dense: costs without compression.
+        pass_, link: as measured.
+        rounds: of each method that are to come.
+        measures: whole exchanges are to come too.
+    """
+    from hvd_gradcomp.tuning.measure import UnmeasurableError
+
+    known = {setting.compressor for setting in fewer_exchanges.SETTINGS}
+    few = sorted(methods, key=lambda method: method.compressor not in known)[:FEW]
+    results: list[tuple[MethodResult, list[float]]] = []
+    start = time.perf_counter()
+    for method in few:
+        with suppress(UnmeasurableError):  # which is said when it is its turn
+            result = _measure_method(
+                job, method.compressor, gradients, link.ranks, 1, pass_, ANCHORS[:2], 1
+            )
+            results.append((result.by(method), []))
+    each = job.slowest(time.perf_counter() - start) / (2 * 2 * max(len(results), 1))
+    rows, _ = _advice([(dense, []), *results], link, pass_, link.ranks)
+    warm_ups = {m.compressor: rounds + warm_up_rounds(m.compressor) for m in methods}
+    left = len({link.ranks, *ANCHORS}) * each * sum(warm_ups.values())
+    if measures:
+        exchange = statistics.fmean(1e-3 * row.predicted_ms for row in rows)
+        left += (each + exchange) * sum(warm_ups[method.compressor] for method in methods)
+    return advise_report.first_look(rows, 1e3 * (pass_.forward + pass_.seconds), left)
+
+
+def _suited(
+    methods: Sequence[ExchangeMethod],
+    optimizer: torch.optim.Optimizer | None,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[ExchangeMethod]:
+    """Pick the methods that run with an optimizer, with momentum=0 if necessary; in order.
+
+    Args:
+        methods: as requested.
         optimizer: None if unknown.
-        say: called with a message for each compressor that is left out or changed.
+        say: called with a message for each method that is left out or changed.
     """
     from hvd_gradcomp.torch.reduce.momentum import resolve_compressor
 
-    suited: dict[Compressor, None] = {}
-    for compressor in compressors:
+    suited: dict[ExchangeMethod, None] = {}
+    kind = type(optimizer).__name__
+    for method in methods:
+        if method.keyword == "momentum" and optimizer is not None and kind not in _WITH_MOMENTA:
+            kinds = " or ".join(_WITH_MOMENTA)
+            say(f"left out: {method.name}: it exchanges the momentum of {kinds}")
+            continue
         try:
-            if optimizer is not None:
-                resolve_compressor(compressor, optimizer)
+            if optimizer is not None and not method.keyword:
+                resolve_compressor(method.compressor, optimizer)
         except ValueError as error:
-            if not hasattr(compressor, "momentum"):
+            if not hasattr(method.compressor, "momentum"):
                 say(f"left out: {error}")
                 continue
-            other: Any = replace(compressor, momentum=0.0)  # type: ignore[type-var]
-            kind = type(optimizer).__name__
-            say(f"{brief(compressor)} cannot take {kind}'s momentum over: it is {brief(other)}")
-            compressor = other
-        suited[compressor] = None
+            other = ExchangeMethod(replace(method.compressor, momentum=0.0))  # type: ignore[type-var]
+            say(f"{method.name} cannot take {kind}'s momentum over: it is {other.name}")
+            method = other
+        suited[method] = None
     return list(suited)
 
 
@@ -380,7 +477,8 @@ def _advice(
     """
     compute = pass_.forward + pass_.seconds
 
-    def case(costs: Way | Dense, measured: Sequence[float]) -> Case:
+    def case(one: MethodResult, measured: Sequence[float]) -> Case:
+        costs, every = one.costs, one.method.every
         beyond = ranks != link.ranks
         aside = 0.0
         if beyond and measured:
@@ -388,21 +486,23 @@ def _advice(
 
         def step_at(bandwidth: float) -> float:
             other_link = link.with_bandwidth(bandwidth)
-            seconds = costs.seconds(other_link, ranks, pass_.seconds)
-            return pass_.forward + max(seconds + aside, pass_.seconds)
+            seconds = one.step_seconds(other_link, ranks, pass_.seconds)
+            return pass_.forward + max(seconds + aside / every, pass_.seconds)
 
         exchange = costs.seconds(link, ranks)
-        exposed = costs.seconds(link, ranks, pass_.seconds) - pass_.seconds
-        hidden = max(exchange - exposed, 0.0)
+        exposed = one.step_seconds(link, ranks, pass_.seconds) - pass_.seconds
+        hidden = max(exchange - every * exposed, 0.0)
         exchange = max(exchange + aside, 1e-9)
         known = () if beyond else measured
         error = recommend.BEYOND if beyond else recommend.ERROR
-        return Case(costs.name, exchange, hidden, known, step_at, compute, pass_.seconds, error)
+        return Case(
+            costs.name, exchange, hidden, known, step_at, compute, pass_.seconds, error, every
+        )
 
-    cases = [case(one.costs, measured) for one, measured in results]
+    cases = [case(one, measured) for one, measured in results]
     estimates = [recommend.estimate(one, cases[0], link.bandwidth) for one in cases]
     step_seconds = [estimate.step.middle for estimate in estimates]
-    speedups = _by_hosts(step_seconds, [one.costs for one, _ in results], link, pass_, ranks)
+    speedups = _by_hosts(step_seconds, [one for one, _ in results], link, pass_, ranks)
     rows = []
     for (one, measured), what, estimate, hosts in zip(results, cases, estimates, speedups):
         took = statistics.median(measured) if measured else None
@@ -423,14 +523,17 @@ def _advice(
                 pays_below=None if is_dense else estimate.pays_below.middle,
                 pays_below_span=None if is_dense else estimate.pays_below,
                 hosts=hosts,
+                every=one.method.every,
             )
         )
     sending = [
         estimate
         for (one, _), estimate in zip(results[1:], estimates[1:])
-        if math.isfinite(one.elements)
+        if math.isfinite(one.elements) and one.method.every == 1
     ]
-    quantizers = [one.costs.name for one, _ in results if gentle and one.compressor.is_quantizer]
+    quantizers = [
+        one.costs.name for one, _ in results if gentle and one.method.compressor.is_quantizer
+    ]
     return rows, recommend.decide(sending, link.bandwidth, quantizers)
 
 
@@ -439,12 +542,15 @@ def _milliseconds(seconds: Span) -> Span:
 
 
 def _local_steps(
-    compressors: Sequence[Compressor], rows: Sequence[Row], pass_: Backward
+    methods: Sequence[ExchangeMethod], rows: Sequence[Row], pass_: Backward
 ) -> dict[str, Any] | None:
     """Return the local steps to recommend, for JSON; None for an exchange in each step."""
     exchanges = [Span(*(1e-3 * x for x in row.exchange_span_ms)) for row in rows]
     plain = Span(*(1e-3 * x for x in rows[0].step_span_ms))
-    known = dict(zip(compressors[1:], exchanges[1:]))
+    known = {}
+    for method, exchange in zip(methods[1:], exchanges[1:]):
+        if method.compressor not in known or method.every > 1:  # a measured round is nearest
+            known[method.compressor] = exchange
     compute = pass_.forward + pass_.seconds
     choice = fewer_exchanges.choose(known, exchanges[0], plain, compute) if compute else None
     return None if choice is None else local_steps_of(choice)
@@ -463,7 +569,7 @@ def local_steps_of(choice: fewer_exchanges.Choice) -> dict[str, Any]:
 
 def _by_hosts(
     step_seconds: Sequence[float],
-    methods: Sequence[Way | Dense],
+    methods: Sequence[MethodResult],
     link: Link,
     pass_: Backward,
     ranks: int,
@@ -472,12 +578,12 @@ def _by_hosts(
 
     Args:
         step_seconds: estimates for a step of each method among `ranks` ranks.
-        methods: costs, the dense one first.
+        methods: the dense one first.
         link, pass_, ranks: as in `_advice`.
     """
 
-    def steps(costs: Way | Dense, here: float) -> dict[int, float]:
-        seconds = {n: costs.seconds(link, n, pass_.seconds) for n in (*HOSTS, ranks)}
+    def steps(method: MethodResult, here: float) -> dict[int, float]:
+        seconds = {n: method.step_seconds(link, n, pass_.seconds) for n in (*HOSTS, ranks)}
         least = pass_.forward + pass_.seconds
         return {n: max(here + seconds[n] - seconds[ranks], least, 1e-9) for n in HOSTS}
 

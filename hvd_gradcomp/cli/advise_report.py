@@ -10,11 +10,16 @@ from typing import Any, NamedTuple
 
 from hvd_gradcomp.cli import options, style
 from hvd_gradcomp.cli.options import between, figure
+from hvd_gradcomp.cli.output import duration
 from hvd_gradcomp.core import registry
 from hvd_gradcomp.tuning import recommend
 from hvd_gradcomp.tuning.recommend import Span, Verdict
 
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_LOCAL = (
+    "local(...): the exchange is one of LocalSteps, and a step the mean over steps. A training "
+    "needs more of these, which is not in the table."
+)
 EVERY = (1, 4, 15, 30, 100)  # local steps between two exchanges
 
 
@@ -35,6 +40,7 @@ class Row(NamedTuple):
         local_ms: mean time of a step with local steps, by their number.
         pays_below, pays_below_span: bits per second below which it saves time; None if dense.
         hosts: predicted speedup of a step, by number of hosts.
+        every: steps for each exchange.
     """
 
     method: str
@@ -51,6 +57,7 @@ class Row(NamedTuple):
     pays_below: float | None
     pays_below_span: Span | None
     hosts: dict[int, float]
+    every: int = 1
 
 
 def text(advised: dict[str, Any], rows: Sequence[Row], verdict: Verdict) -> str:
@@ -59,8 +66,8 @@ def text(advised: dict[str, Any], rows: Sequence[Row], verdict: Verdict) -> str:
     here = advised["link"]["ranks"]
     beyond = advised["for_hosts"] not in (None, here)
     parts = [
-        f"link: {_rate(advised['bandwidth'])} at {here} ranks; forward: "
-        f"{figure(advised['forward_ms'])} ms, backward: {figure(advised['backward_ms'])} ms"
+        f"link: {_rate(advised['bandwidth'])} at {here} ranks{_shards(advised['shards'])}; forward:"
+        f" {figure(advised['forward_ms'])} ms, backward: {figure(advised['backward_ms'])} ms"
         + ("" if advised["backward_ms"] else " (no loss: a step is an exchange)")
     ]
     if beyond:
@@ -74,12 +81,16 @@ def text(advised: dict[str, Any], rows: Sequence[Row], verdict: Verdict) -> str:
         parts.append(options.wrapped(probes(advised["probes"])))
     parts.append(table(rows, measured and not beyond))
     parts += options.moments_used([row.method for row in rows], advised["moments"])
+    if any(row.every > 1 for row in rows):
+        parts.append(options.wrapped(_LOCAL))
     parts.append(hosts(rows[1:]))
     parts.append(options.wrapped(by_hosts(rows)))
     parts.append(local_steps(rows))
     if measured:
         parts.append(f"median error of the model: {advised['median_error']:.0%}")
     answer = recommendation(verdict, rows[0], advised["bandwidth"], beyond)
+    if verdict.best is None and len(rows) > 1:
+        answer = only_local_steps(rows)
     if verdict.faster is not None:
         answer += (
             f" Faster yet is {_written(verdict.faster.name)}, "
@@ -96,6 +107,27 @@ def text(advised: dict[str, Any], rows: Sequence[Row], verdict: Verdict) -> str:
     if advised["local_steps"]:
         parts.append(options.wrapped(recommended_local_steps(advised["local_steps"])))
     return "\n\n".join(parts)
+
+
+def first_look(rows: Sequence[Row], compute_ms: float, left: float) -> str:
+    """Return a rough answer from few rounds, and the seconds that all methods will take."""
+    dense, *others = rows
+    gains = ", ".join(f"{row.method} {between(row.faster.low, row.faster.high)}" for row in others)
+    return (
+        f"first look, from one round: a step takes about {figure(dense.step_ms)} ms without "
+        f"compression, {figure(compute_ms)} of it forward and backward. Times faster, by the cost "
+        f"model: {gains or 'nothing known'}. All of it takes about {duration(left)}"
+    )
+
+
+def only_local_steps(rows: Sequence[Row]) -> str:
+    """Return what is known of local steps where no method was named that exchanges in each step."""
+    fastest = min(rows[1:], key=lambda row: row.step_ms)
+    return (
+        f"With {_written(fastest.method)} a step takes {_span(fastest.step_span_ms, 'ms')} in the "
+        f"mean instead of {_span(rows[0].step_span_ms, 'ms')}. No method was named that exchanges "
+        "in each step, to compare with."
+    )
 
 
 def recommended_local_steps(choice: dict[str, Any]) -> str:
@@ -129,7 +161,7 @@ def probes(readings: dict[str, Any]) -> str:
 
 
 def by_hosts(rows: Sequence[Row]) -> str:
-    """Name the fastest method for each number of hosts, among those that send anything.
+    """Name the fastest method for each number of hosts, among those that send in each step.
 
     >>> times = Span(1.0, 1.0, 1.0)
     >>> rest = (1.0, None, None, times, 1.0, times, times, {}, None, None)
@@ -138,7 +170,7 @@ def by_hosts(rows: Sequence[Row]) -> str:
     >>> by_hosts([dense, dgc])
     'fastest by hosts: DGC() 2-32, dense 64-1024'
     """
-    sending = [row for row in rows if row.element_ratio]
+    sending = [row for row in rows if row.element_ratio and row.every == 1]
     fastest = {n: max(sending, key=lambda row: row.hosts[n]).method for n in HOSTS}
     fastest = {n: "dense" if name == rows[0].method else name for n, name in fastest.items()}
     runs: list[tuple[str, list[int]]] = []
@@ -194,7 +226,8 @@ def local_steps(rows: Sequence[Row]) -> str:
     """
     head = ("step, ms, with\nlocal steps:", *map(str, EVERY))
     return options.table(
-        head, [(row.method, *(figure(row.local_ms[n]) for n in EVERY)) for row in rows]
+        head,
+        [(row.method, *(figure(row.local_ms[n]) for n in EVERY)) for row in rows if row.every == 1],
     )
 
 
@@ -250,6 +283,10 @@ def _written(method: str) -> str:
         return f"{class_name if class_name in registry.known() else match[1]}("
 
     return re.sub(r"\b([A-Z]\w*)\(", name, method)
+
+
+def _shards(shards: int) -> str:
+    return f", for each of {shards} shards" if shards > 1 else ""
 
 
 def _rate(bits_per_second: float) -> str:

@@ -33,6 +33,7 @@ from hvd_gradcomp.core.installation import HOROVOD, build, cure
 from hvd_gradcomp.core.suggestions import did_you_mean
 from hvd_gradcomp.ops import building, native
 
+_READY = "ready"  # what the last finding is about
 _VARIABLES = ("HVD_GRADCOMP_CACHE", "HVD_GRADCOMP_NATIVE")  # that users set
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skip": "bright_black"}
 _LINES = 16  # shown of a failed self-test's output
@@ -129,7 +130,8 @@ def command(
       hvd-gradcomp doctor --hosts node1,node2      and the hosts that I want to train on
 
     Each line is a finding: ok, warn (part of it may not work), fail (it does not work) or skip.
-    Below a warning or a failure is what to do about it. The exit code is 0 if nothing fails, 1 if
+    Below a warning or a failure is what to do about it. At the end is what it is ready to train
+    with. The exit code is 0 if nothing fails, 1 if
     something does, 2 if the command line is wrong.
     """
     chosen = [f for f in _FRAMEWORKS if not frameworks or f.name in frameworks]
@@ -151,13 +153,13 @@ def command(
         if finding is None:
             break
         findings.append(finding)
-        if shown:
+        if shown and finding.what != _READY:
             click.echo(_shown(finding))
     fails, warnings = (sum(f.mark == mark for f in findings) for mark in ("fail", "warn"))
     output.report(
         json_path,
         [dataclasses.asdict(f) for f in findings],
-        f"\n{counted(fails, 'failure')}, {counted(warnings, 'warning')}",
+        f"\n{counted(fails, 'failure')}, {counted(warnings, 'warning')}\n\n{findings[-1].fact}",
     )
     sys.exit(1 if fails else 0)
 
@@ -205,11 +207,55 @@ def _findings(
     yield from _hostname(several=bool(hosts), timeout=timeout)
     yield from _hosts(hosts, ssh_port, timeout)
     yield from _code(paths, facts)
+    failed = []
+    for finding in _self_tests(facts, backends, timeout) if self_test else ():
+        failed += [finding.what] if finding.mark == "fail" else []
+        yield finding
     if not self_test:
         yield Finding("skip", "self-test", "left out by --no-self-test")
+    ready = list(_readiness(facts, horovod, failed))
+    mark = "ok" if any(text.endswith(": ready.") for text in ready) else "skip"
+    yield Finding(mark, _READY, " ".join(ready))
+
+
+def _readiness(
+    answers: dict[_Framework, Facts], horovod: Facts, failed: Sequence[str]
+) -> Iterator[str]:
+    """Yield a sentence for each library that trains, and for Horovod what needs it.
+
+    Args:
+        answers: what is known of the frameworks.
+        horovod: what is known of it.
+        failed: self-tests that have failed.
+    """
+    for framework, facts in answers.items():
+        if framework.name == "torch":
+            works = facts.get("ddp") and "DistributedDataParallel" not in failed
+            instead = "not ready, see above" if facts else "needs PyTorch"
+            if "error" in facts:  # of a fact that was not reached, which no other finding shows
+                instead = f"not ready: {_error(facts)}"
+            yield f"DDP: {'ready' if works else instead}."
+            if facts.get("fsdp") is False and facts["ddp"]:
+                instead = f"not with this PyTorch, {facts['version']}"
+            yield f"FSDP2: {'ready' if facts.get('fsdp') else instead}."
+    if not horovod:
+        yield (
+            "Horovod: not installed (needed for hvd_gradcomp.torch.DistributedOptimizer, "
+            "TensorFlow and Keras)."
+        )
         return
+    for framework, facts in answers.items():
+        broken = any(what.startswith(f"{framework.title} over") for what in failed)
+        if facts:
+            ready = "seam" in facts and not broken
+            yield f"Horovod for {framework.title}: {'ready' if ready else 'not ready, see above'}."
+
+
+def _self_tests(
+    facts: dict[_Framework, Facts], backends: Sequence[str], timeout: float
+) -> Iterator[Finding]:
     for backend in backends:
-        for framework in frameworks:
+        for framework in facts:
             yield from _self_test(framework, facts[framework], backend, timeout)
     if _facts_of("torch", facts).get("ddp"):
         program = [sys.executable, "-m", "hvd_gradcomp.cli.selftest", "ddp"]

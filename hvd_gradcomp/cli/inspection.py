@@ -122,6 +122,7 @@ def _torch() -> Iterator[Facts]:
         import torch.distributed as dist
 
         yield {"ddp": dist.is_available() and dist.is_gloo_available()}
+        yield {"fsdp": dist.is_available() and _has_fsdp2()}
     if importlib.util.find_spec("horovod") is None:
         return
     import horovod.torch as horovod
@@ -136,6 +137,15 @@ def _torch() -> Iterator[Facts]:
 
     check_seam(_DistributedOptimizer)
     yield {"seam": hvd_gradcomp.torch.__name__}
+
+
+def _has_fsdp2() -> bool:
+    """Return True if this package compresses for `fully_shard` of this PyTorch."""
+    try:
+        import hvd_gradcomp.torch.fsdp  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def _tensorflow() -> Iterator[Facts]:

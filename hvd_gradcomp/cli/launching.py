@@ -1,8 +1,8 @@
-"""Launching of a command's ranks by horovodrun, with rank 0's output.
+"""Launching of a command's ranks by horovodrun or torchrun, with rank 0's output.
 
-horovodrun prefixes each line of each rank with `[0]<stdout>:`. This module strips the prefix and
-holds back the lines of other ranks and of horovodrun itself: if the run fails, it shows those of
-other ranks that rank 0 has not printed, and horovodrun's reason if no rank shows an error.
+Both prefix each line of each rank, as with `[0]<stdout>:`. This module strips the prefix and holds
+back the lines of other ranks and of the launcher itself: if the run fails, it shows those of other
+ranks that rank 0 has not printed, and the launcher's reason if no rank shows an error.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from typing import IO, Any
 
 import click
 
-from hvd_gradcomp.cli.hosts import check_names, parse
-from hvd_gradcomp.core.installation import WITHOUT_HOROVOD
+from hvd_gradcomp.cli.hosts import Host, check_names, parse
 
 TERMINAL = "HVD_GRADCOMP_TERMINAL"  # columns of the terminal that shows rank 0's stderr
-_RANK = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "TORCHELASTIC_RUN_ID")
+# Variables of the environment by which launchers tell a rank what it is.
+_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_HOROVODRUN = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+_BY_HAND = ("RANK", "WORLD_SIZE", "MASTER_ADDR")  # as torch.distributed reads them
+_OPTIONS = "--gloo"  # of horovodrun
+_PORT = 29400  # torchrun's own default
 _ENDED = "Terminated\n"  # the shell's line when horovodrun ends ranks because another failed
 # Prefixes of gloo, mpirun and torchrun.
 _PREFIX = re.compile(r"\[(?:\d+,|default)?(\d+)\](?:<std(?:out|err)>)?:")
@@ -33,81 +37,100 @@ _PREFIX = re.compile(r"\[(?:\d+,|default)?(\d+)\](?:<std(?:out|err)>)?:")
 _LAUNCHER = re.compile(r"/horovod/runner/|/torch/distributed/(?:run\.py|launcher/|elastic/)")
 
 
-def with_ddp(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--ddp` for ranks of `torch.distributed`; apply above `with_ranks`."""
+def launcher() -> str:
+    """Return the library that connects the ranks of which this process is one; "" if it is none.
 
-    @click.option(
-        "--ddp",
-        is_flag=True,
-        help="Start the ranks of -np here, by torchrun: for DistributedDataParallel, without "
-        "Horovod. On several hosts start torchrun yourself, with -m hvd_gradcomp.",
-    )
-    @functools.wraps(command)
-    def started(*, ddp: bool, **arguments: Any) -> Any:
-        if not ddp or any(name in os.environ for name in _RANK):
-            return command(**arguments)
-        ranks = arguments["ranks"] or 1
-        if arguments["hosts"] is not None:
-            raise click.UsageError("--ddp starts ranks here; on several hosts start torchrun")
-        if find_spec("torch") is None:
-            raise click.ClickException("--ddp starts ranks of PyTorch, which is not installed")
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--tee", "3"]
-        program = ["--nproc-per-node", str(ranks), "-m", "hvd_gradcomp", *sys.argv[1:]]
-        sys.exit(run([*torchrun, *program]))
-
-    return started
+    Either "Horovod" or "torch.distributed".
+    """
+    if _TORCHRUN in os.environ:
+        return "torch.distributed"
+    if any(name in os.environ for name in _HOROVODRUN):
+        return "Horovod"
+    return "torch.distributed" if all(name in os.environ for name in _BY_HAND) else ""
 
 
 def with_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `-np` and `-H`, with which a command starts its own ranks."""
+    """Add `-np`, `-H` and `--ddp`, with which a command starts its own ranks."""
 
     @click.option(
-        "-np", "ranks", type=click.IntRange(1), help="Start so many ranks, by horovodrun."
+        "-np",
+        "ranks",
+        type=click.IntRange(1),
+        help="Start so many ranks: by horovodrun; by torchrun with --ddp, or without Horovod.",
     )
     @click.option(
         "-H",
         "--hosts",
         metavar="HOST:RANKS,...",
         callback=_checked_hosts,
-        help="Hosts of the ranks. Default: this one.",
+        help="Hosts of the ranks, for horovodrun. Default: this one. With torch.distributed start "
+        "torchrun on each host, with -m hvd_gradcomp.",
+    )
+    @click.option(
+        "--ddp",
+        is_flag=True,
+        help="Start the ranks of -np by torchrun, over torch.distributed, though Horovod is here.",
     )
     @click.option(
         "--horovodrun",
         "words",
-        default="--gloo",
+        default=_OPTIONS,
         show_default=True,
         metavar="OPTIONS",
         callback=_checked_words,
         help='Other options of horovodrun, such as "--mpi" or "--gloo --network-interfaces eth0".',
     )
     @functools.wraps(command)
-    def started(*, ranks: int | None, hosts: str | None, words: str, **arguments: Any) -> Any:
-        if any(name in os.environ for name in _RANK):
+    def started(
+        *, ranks: int | None, hosts: str | None, ddp: bool, words: str, **arguments: Any
+    ) -> Any:
+        if launcher():
             return command(**arguments)
         if ranks is None:
             if hosts is not None:
                 raise click.UsageError("-H says where ranks run; say with -np how many")
             return command(**arguments)
-        if find_spec("horovod") is None:
-            raise click.ClickException(
-                f"-np starts ranks by horovodrun, and Horovod is not installed. {WITHOUT_HOROVOD}"
+        known = [] if hosts is None else parse(hosts)
+        slots = sum(host.ranks or 0 for host in known)
+        if known and ranks > slots:
+            raise click.UsageError(
+                f"-np {ranks} asks for {ranks} ranks, and -H {hosts} has {slots}: raise the "
+                "numbers behind the hosts, or name more hosts"
             )
-        where = []
-        if hosts is not None:
-            known = parse(hosts)
-            slots = sum(host.ranks or 0 for host in known)
-            if ranks > slots:
-                raise click.UsageError(
-                    f"-np {ranks} asks for {ranks} ranks, and -H {hosts} has {slots}: raise the "
-                    "numbers behind the hosts, or name more hosts"
-                )
-            check_names(known)
-            where = ["-H", hosts]
         program = [sys.executable, "-m", "hvd_gradcomp", *sys.argv[1:]]
+        if ddp or find_spec("horovod") is None:
+            sys.exit(run(_by_torchrun(ranks, known, words, program)))
+        check_names(known)
+        where = [] if hosts is None else ["-H", hosts]
         launch = [sys.executable, "-m", "horovod.runner.launch", *shlex.split(words)]
         sys.exit(run([*launch, "-np", str(ranks), *where, *program]))
 
     return started
+
+
+def _by_torchrun(ranks: int, hosts: list[Host], words: str, program: list[str]) -> list[str]:
+    """Return the command that starts ranks on this machine by torchrun.
+
+    Raises:
+        click.UsageError: they are to be on other hosts, or started with options of horovodrun.
+        click.ClickException: there is no PyTorch.
+    """
+    if hosts:
+        raise click.UsageError(
+            "torchrun starts the ranks of one host: type on each of the "
+            f"{len(hosts)} hosts, with {program[3]}'s own options behind\n  "
+            f"torchrun --nnodes {len(hosts)} --nproc-per-node {max(ranks // len(hosts), 1)} "
+            f"--rdzv-backend c10d --rdzv-endpoint {hosts[0].name}:{_PORT} -m hvd_gradcomp "
+            f"{program[3]} ..."
+        )
+    if words != _OPTIONS:
+        raise click.UsageError(
+            f"--horovodrun {words!r} has options of horovodrun, and torchrun starts these ranks"
+        )
+    if find_spec("torch") is None:
+        raise click.ClickException("ranks are started by PyTorch, which is not installed")
+    torchrun = [program[0], "-m", "torch.distributed.run", "--standalone", "--tee", "3"]
+    return [*torchrun, "--nproc-per-node", str(ranks), *program[1:]]
 
 
 def _checked_hosts(ctx: click.Context, parameter: click.Parameter, text: str | None) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import logging
 import math
 import re
@@ -12,24 +13,31 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import hvd_gradcomp
-from hvd_gradcomp.cli import style
+from hvd_gradcomp.cli import launching, style
 from hvd_gradcomp.cli.output import in_folder, with_json, writing
 from hvd_gradcomp.core import registry
-from hvd_gradcomp.core.installation import WITHOUT_HOROVOD
+from hvd_gradcomp.core.installation import build
 from hvd_gradcomp.core.suggestions import did_you_mean, unknown_parameters
 from hvd_gradcomp.method.compressor import Compressor
+from hvd_gradcomp.planning.methods import ExchangeMethod, Local, Momentum
+
+if TYPE_CHECKING:
+    from hvd_gradcomp.tuning.job import Job
 
 WIDTH = 80  # columns of a terminal
 NAMES = 19  # columns for a row's name
 
 _MAKERS: dict[str, Callable[..., Any]] = {  # besides the compressor classes
+    "OuterSGD": hvd_gradcomp.OuterSGD,
     "after": hvd_gradcomp.after,
     "balanced": hvd_gradcomp.balanced,
+    "local": Local,
+    "momentum": Momentum,
     "partition": hvd_gradcomp.partition,
     "robust": hvd_gradcomp.robust,
     "role": hvd_gradcomp.role,
@@ -81,13 +89,23 @@ def usual(scale: float = 1.0) -> dict[str, Compressor]:
     }
 
 
+def usual_in_step() -> dict[str, ExchangeMethod]:
+    """Return the methods beside compressors of gradients by short name, with usual settings."""
+    denser = hvd_gradcomp.ChunkedTopKCompressor(k=512, values="int4", decay=1)
+    return {
+        "local-int8": Local(hvd_gradcomp.Int8Compressor(), every=15),
+        "local-chunked-topk": Local(denser, every=5),
+        "momentum-onebit": Momentum(hvd_gradcomp.OneBitCompressor()),
+    }
+
+
 def _rounded(threshold: float) -> float:
     """Round to three digits, and above zero."""
     return float(f"{max(threshold, 1e-30):.3g}")
 
 
-def chosen(texts: Sequence[str], scale: float = 1.0) -> list[Compressor]:
-    """Parse the compressors on the command line: short names, or Python code; by default all.
+def chosen(texts: Sequence[str], scale: float = 1.0) -> list[ExchangeMethod]:
+    """Parse the methods on the command line: short names, or Python code; by default all.
 
     All means those of this package, and those that installed packages declare.
 
@@ -96,18 +114,20 @@ def chosen(texts: Sequence[str], scale: float = 1.0) -> list[Compressor]:
         scale: see `usual`.
 
     Raises:
-        click.BadParameter: a text does not name a compressor, or its settings are out of range.
+        click.BadParameter: a text does not name a method, or its settings are out of range.
     """
-    builtin = usual(scale)
-    compressors = [
+    builtin: dict[str, Any] = {**usual(scale), **usual_in_step()}
+    items = [
         builtin.get(text) or (registry.load(text) if text in _declared() else _parsed(text))
         for text in texts or _names()
     ]
-    if texts and None in compressors:
-        raise click.BadParameter(
-            f"{texts[compressors.index(None)]!r} cannot be used, as said above"
-        )
-    return [one for one in compressors if one is not None]
+    if texts and None in items:
+        raise click.BadParameter(f"{texts[items.index(None)]!r} cannot be used, as said above")
+    return [
+        item if isinstance(item, ExchangeMethod) else ExchangeMethod(item)
+        for item in items
+        if item is not None
+    ]
 
 
 @lru_cache(maxsize=1)
@@ -122,22 +142,22 @@ def _declared() -> list[str]:
 
 def _names() -> list[str]:
     """Return all short names."""
-    return [*usual(), *_declared()]
+    return [*usual(), *usual_in_step(), *_declared()]
 
 
-def _parsed(text: str) -> Compressor:
+def _parsed(text: str) -> Compressor | ExchangeMethod:
     try:
         made = _made(ast.parse(text.strip(), mode="eval").body)
     except (_NotWritten, SyntaxError, RecursionError, MemoryError):
         made = None
     except Exception as error:
         raise click.BadParameter(f"{_short(text)}: {error}") from error
-    if not isinstance(made, Compressor):
+    if not isinstance(made, (Compressor, ExchangeMethod)):
         nearest = _nearest(text)
         raise click.BadParameter(
             f"{_short(text)} is no compressor{nearest or '.'} Give one of {', '.join(_names())}, "
             "or write one as in Python, of names, numbers and texts, such as "
-            "'QSGDCompressor(bits=4)'"
+            "'QSGDCompressor(bits=4)' or 'local(Int8Compressor(), every=15)'"
         )
     return made
 
@@ -200,7 +220,8 @@ def with_methods(command: Callable[..., Any]) -> Callable[..., Any]:
         callback=_checked,
         metavar="COMPRESSOR",
         help="Compressor with usual settings, such as dgc, or written as in Python, such as "
-        '"DGCCompressor(density=0.01)"; can be given several times. '
+        '"DGCCompressor(density=0.01)"; or "local(Int8Compressor(), every=15)" for LocalSteps, '
+        '"momentum(OneBitCompressor())" for MomentumExchange. Can be given several times. '
         f"Default: {', '.join(_names())}.",
     )(command)
 
@@ -217,6 +238,29 @@ def with_model(command: Callable[..., Any]) -> Callable[..., Any]:
         help="resnet50, vgg16, bert-base, lstm; or module:factory, a function of your own that "
         "returns a torch.nn.Module, or (module, loss) where loss() returns the loss of a batch, "
         "or (module, loss, optimizer).",
+    )(command)
+
+
+def with_shards(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--shards`."""
+    return click.option(
+        "--shards",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        metavar="N",
+        help="Ranks, neighbours such as those of a host, that shard the model by fully_shard "
+        "(FSDP2): what travels between hosts is each rank's shard. Over torch.distributed.",
+    )(command)
+
+
+def with_preview(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--preview`."""
+    return click.option(
+        "--preview/--no-preview",
+        default=True,
+        show_default=True,
+        help="Begin with one round of a few methods: a rough answer, and how long the rest takes.",
     )(command)
 
 
@@ -265,26 +309,51 @@ def drawing(path: Path, width: float, height: float) -> Iterator[Any]:
         pyplot.close(figure)
 
 
-def started() -> Any:
-    """Initialize Horovod for PyTorch and return it; this package logs only errors.
+def job(shards: int = 1) -> Job:
+    """Return the job that this process is a rank of; it ends with the command.
+
+    Without a launcher the process is a rank that nobody else is with. This package logs only
+    errors until then.
+
+    Args:
+        shards: of a model, each on another rank.
 
     Raises:
-        click.ClickException: it does not import.
+        click.ClickException: PyTorch, or Horovod under its own launcher, does not import.
+        click.UsageError: these ranks do not shard a model.
     """
-    try:
-        import horovod.torch as horovod
+    if shards > 1 and launching.launcher() == "Horovod":
+        raise click.UsageError("--shards is of fully_shard, whose ranks torchrun starts: see --ddp")
+    context = click.get_current_context()
+    logger = logging.getLogger("hvd_gradcomp")
+    context.call_on_close(partial(logger.setLevel, logger.level))
+    logger.setLevel(logging.ERROR)
+    if launching.launcher() == "Horovod":
+        made = _horovod_job()
+    else:
+        try:
+            over_c10d = importlib.import_module("hvd_gradcomp.tuning.over_c10d")
+        except ImportError as error:
+            raise click.ClickException(
+                f"this command measures on PyTorch, which does not import: {error}"
+            ) from error
+        try:
+            made = over_c10d.TorchJob(shards)
+        except ValueError as error:
+            raise click.UsageError(f"--shards: {error}") from error
+    context.call_on_close(made.close)
+    return made
 
-        initialise = horovod.init  # missing if it was built without PyTorch
+
+def _horovod_job() -> Job:
+    try:
+        made: Job = importlib.import_module("hvd_gradcomp.tuning.over_horovod").HorovodJob()
     except Exception as error:
         raise click.ClickException(
-            f"this command measures over Horovod for PyTorch, which does not import: {error}. "
-            f"{WITHOUT_HOROVOD}"
+            "horovodrun or mpirun has started this rank, and Horovod for PyTorch does not "
+            f"import: {error}. `{build()}` installs it; torchrun starts ranks without it"
         ) from error
-    logger = logging.getLogger("hvd_gradcomp")
-    click.get_current_context().call_on_close(partial(logger.setLevel, logger.level))
-    logger.setLevel(logging.ERROR)
-    initialise()
-    return horovod
+    return made
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -25,6 +25,19 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def duration(seconds: float) -> str:
+    """Format a rough time.
+
+    >>> [duration(x) for x in (0.3, 8.4, 47.0, 100.0, 1000.0, 9000.0)]
+    ['1 s', '8 s', '50 s', '2 min', '17 min', '2.5 h']
+    """
+    if seconds < 10:
+        return f"{max(seconds, 1):.0f} s"
+    if seconds < 90:
+        return f"{round(seconds, -1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def short(item: Any) -> str:
     """Return the `repr` of a user's object in one line; a long one cut.
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TimeElapsedColumn
 
 from hvd_gradcomp.cli.launching import TERMINAL
+from hvd_gradcomp.cli.output import duration
 
 EVERY = 10.0  # seconds between progress lines
 
@@ -32,7 +33,8 @@ class Progress:
             force_terminal=True if columns else None,
             width=int(columns) - 1 if columns else None,
         )
-        self._total, self._done, self._last_shown, self._what = total, 0, time.monotonic(), ""
+        self._total, self._done, self._what = total, 0, ""
+        self._started = self._last_shown = time.monotonic()
         columns_ = (SpinnerColumn(), "{task.description}", BarColumn(), MofNCompleteColumn())
         self._bar = rich.progress.Progress(
             *columns_, TimeElapsedColumn(), console=self._console, transient=True
@@ -68,4 +70,12 @@ class Progress:
     def _line(self) -> None:
         self._last_shown = time.monotonic()
         if not self._console.is_terminal:
-            self.say(f"  {self._done}/{self._total}  {self._what}")
+            self.say(f"  {self._done}/{self._total}  {self._what}{self._left()}")
+
+    def _left(self) -> str:
+        """Say how long the rest takes, by what is done; "" while that took little time."""
+        passed = self._last_shown - self._started
+        if not self._done or passed < EVERY:
+            return ""
+        left = passed / self._done * (self._total - self._done)
+        return f", about {duration(left)} left" if left > EVERY else ""

@@ -1,4 +1,4 @@
-"""Adapter of `torch.distributed` to the part of Horovod's module that a command uses."""
+"""Adapters of other jobs to the part of Horovod's module that `compare` uses."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ class Distributed:
 
     @classmethod
     def of(cls, source: Any) -> Distributed | None:
-        """Return the job of what `hvd_gradcomp.torch.ddp` has made or compresses; else None."""
+        """Return the job of what `ddp` or `fsdp` of this package compresses; else None."""
+        kinds: tuple[Any, ...] = ()
         ddp: Any = sys.modules.get("hvd_gradcomp.torch.ddp")
-        if ddp is None:
-            return None
-        kinds = ddp.CompressionState, ddp.DistributedDataParallel
+        if ddp is not None:
+            kinds += ddp.CompressionState, ddp.DistributedDataParallel
+        fsdp: Any = sys.modules.get("hvd_gradcomp.torch.fsdp")
+        if fsdp is not None:
+            kinds += fsdp.ShardedCompression, fsdp.FSDPModule
         wrapped = transport_of(source) == "torch.distributed"
         return cls() if wrapped or isinstance(source, kinds) else None
 
@@ -50,3 +53,27 @@ class Distributed:
     def shutdown(self) -> None:
         self._group.hang_up()
         self._dist.destroy_process_group()
+
+
+class OfJob:
+    """Job of `hvd_gradcomp.tuning`: its ranks, and the statistics of what it trains."""
+
+    def __init__(self, job: Any) -> None:
+        self._job = job
+
+    def rank(self) -> int:
+        return int(self._job.rank())
+
+    def size(self) -> int:
+        return int(self._job.size())
+
+    def compression_stats(self, source: Any) -> Any:
+        """Return the statistics of what a training has yielded first."""
+        return source.stats()
+
+    def gather_objects(self, item: Any, kind: Any) -> list[Any]:
+        """Gather the items of all ranks; see `hvd_gradcomp.runtime.typed_json`."""
+        return list(self._job.gather_objects(item, kind))
+
+    def shutdown(self) -> None:
+        """Leave the job to the command that made it."""

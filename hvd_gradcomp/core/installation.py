@@ -10,11 +10,6 @@ from collections.abc import Sequence
 
 HOROVOD = "0.28.1"
 KERAS_BACKEND = "KERAS_BACKEND"
-WITHOUT_HOROVOD = (
-    f"`{sys.executable} -m hvd_gradcomp build-horovod` installs it; without it `hvd-gradcomp "
-    "compare --ddp` trains with each method over torch.distributed, and hvd_gradcomp.torch.ddp and "
-    ".fsdp compress"
-)
 
 
 def require_horovod(framework: str) -> None:

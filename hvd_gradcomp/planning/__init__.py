@@ -2,5 +2,6 @@
 
 assignment, configuration   partitions, in code and as text
 description                 table of a compressor's plan for a model
+methods                     what commands compare: compressors, local steps, momenta
 worth                       warnings if compression does not pay
 """

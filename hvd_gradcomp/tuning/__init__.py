@@ -1,7 +1,9 @@
 """Measurements and predictions of exchanges, for `hvd-gradcomp bench` and `advise`.
 
+job               the ranks and what travels between them; over_c10d and over_horovod have them
 measure           times exchanges of a model's gradients on PyTorch
 models            models to measure with
+training          trains a model by any method, for `compare`
 recommend         predicts steps from measurements, and recommends a method
 fewer_exchanges   recommends local steps: how many, and which compressor
 """

@@ -11,16 +11,14 @@ import math
 import statistics
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
-import horovod.torch as horovod
 import torch
-from horovod.common.exceptions import HorovodInternalError
 
 from hvd_gradcomp.algorithms.combined.wrappers import corrected
-from hvd_gradcomp.core.collectives import Allreduce, Gather, goes_as_sum
+from hvd_gradcomp.core.collectives import Allreduce, Gather
 from hvd_gradcomp.core.cost_model import KINDS, Link, volume
 from hvd_gradcomp.core.cost_model import Bucket as Cost
 from hvd_gradcomp.method.compressor import Compressor
@@ -28,10 +26,10 @@ from hvd_gradcomp.method.handover import takes_momentum
 from hvd_gradcomp.method.learned import Learned
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.planning.description import brief
+from hvd_gradcomp.planning.methods import ExchangeMethod, Local
 from hvd_gradcomp.planning.worth import idle
-from hvd_gradcomp.runtime.driver import run_until_done
 from hvd_gradcomp.runtime.program_runner import Participants
-from hvd_gradcomp.torch.comm.horovod import TITLES, HorovodBackend, pauses
+from hvd_gradcomp.torch.local.wrapped_optimizer import WrappedOptimizer
 from hvd_gradcomp.torch.moments import tracker
 from hvd_gradcomp.torch.reduce.backend import Backend
 from hvd_gradcomp.torch.reduce.bucket import Bucket
@@ -39,14 +37,18 @@ from hvd_gradcomp.torch.reduce.bucketing import BucketPlanner
 from hvd_gradcomp.torch.reduce.options import ExchangeOptions
 from hvd_gradcomp.torch.reduce.reducer import Reducer
 from hvd_gradcomp.torch.reduce.step_sync import ConfigCheck
+from hvd_gradcomp.tuning.job import Job
 from hvd_gradcomp.tuning.models import Model, ModelError, shapes
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # bytes, to measure a link with
+FEW_SIZES = SIZES[1:4:2]  # for a rough measurement
 LONG = 0.25  # seconds of a collective, after which larger ones are not measured
 
+_NEVER = 1 << 40  # steps
 _LEARNED = 10_000  # a step at which learning methods are past their warm-up
 _SHIFTS = 1 << 20
 
+T = TypeVar("T")
 Layers = Sequence[tuple[str, tuple[int, ...]]]
 
 
@@ -57,11 +59,13 @@ class Gradients:
     """Gradients to exchange: noise of variance 1, or some of the model's own in turn.
 
     Args:
+        job: the ranks, which draw different ones; with shards, this rank's part of each.
         model: the gradients' model.
         real: number of steps whose gradients are computed from its loss; 0 for noise.
 
     Attributes:
-        layers: (name, shape) of each.
+        layers: (name, shape) of each; of a sharded model of this rank's shards, where it has one.
+        places: of these layers among the model's parameters.
         squares: sums of squared sample gradients of the last draw, in the model's order, if the
             model is tracked (`track_moments`); otherwise empty.
         tensors: filled by `draw`.
@@ -71,10 +75,16 @@ class Gradients:
         ModelError: nothing in the model requires a gradient, or see `backward`.
     """
 
-    def __init__(self, model: Model, real: int = 0) -> None:
-        self.layers: Layers = shapes(model.module)
-        if not self.layers:
+    def __init__(self, job: Job, model: Model, real: int = 0) -> None:
+        self._job = job
+        whole = shapes(model.module)
+        parts = [shard_shape(shape, job.shard, job.shards) for _, shape in whole]
+        self.places = [place for place, shape in enumerate(parts) if math.prod(shape)]
+        self.layers: Layers = [(whole[place][0], parts[place]) for place in self.places]
+        if not whole:
             raise ModelError(f"{model.name} has no parameter that requires a gradient")
+        if not self.layers:
+            raise ModelError(f"{model.name} has nothing for shard {job.shard} of {job.shards}")
         self.tensors = [torch.empty(shape) for _, shape in self.layers]
         self.elements = sum(tensor.numel() for tensor in self.tensors)
         trained = [p for p in model.module.parameters() if p.requires_grad]
@@ -85,21 +95,30 @@ class Gradients:
             for p in trained:
                 tracker.discard(p)
             gradients = backward(model)[0]
-            self._steps.append(gradients)
-            self._squares.append(list(map(_square, trained, gradients)) if tracked else [])
+            squares = list(map(_square, trained, gradients)) if tracked else []
+            self._steps.append(self._sharded(gradients))
+            self._squares.append(self._sharded(squares))
         self.squares = self._squares[0] if real else []
-        self._turn, self.scale = 0, 1.0
+        self._step, self.scale = 0, 1.0
         if real:
-            squares = [float(g.square().sum()) for g in self._steps[0]]
-            scale = (sum(squares) / self.elements) ** 0.5
+            total = sum(float(g.square().sum()) for g in self._steps[0])
+            scale = (total / self.elements) ** 0.5
             # The same on all ranks, of which one alone may have what is not finite.
-            self.scale = slowest(scale if math.isfinite(scale) else math.inf)
+            self.scale = job.slowest(scale if math.isfinite(scale) else math.inf)
             if not 0 < self.scale < math.inf:
                 what = "not finite" if self.scale else "all zero"
                 raise ModelError(f"{model.name}: the gradients of its loss are {what}")
         else:  # draw once, then read at a random offset in each step: drawing is slow
-            self._generator = torch.Generator().manual_seed(1000 + horovod.rank())
+            self._generator = torch.Generator().manual_seed(1000 + job.rank())
             self._noise = torch.randn(self.elements + _SHIFTS, generator=self._generator)
+
+    def _sharded(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return this rank's shards of tensors of the parameters' shapes; all without shards."""
+        job = self._job
+        if job.shards == 1 or not tensors:
+            return tensors
+        parts = [tensors[place] for place in self.places]
+        return [part.chunk(job.shards)[job.shard] if part.dim() else part for part in parts]
 
     @property
     def moments(self) -> str:
@@ -108,10 +127,10 @@ class Gradients:
 
     def draw(self) -> list[torch.Tensor]:
         """Fill `tensors` with the next step's gradients; return them."""
-        self._turn += 1
+        self._step += 1
         if self._steps:
-            step = self._steps[self._turn % len(self._steps)]
-            self.squares = self._squares[self._turn % len(self._steps)]
+            step = self._steps[self._step % len(self._steps)]
+            self.squares = self._squares[self._step % len(self._steps)]
         else:
             start = int(torch.randint(_SHIFTS, (), generator=self._generator))
             noise = self._noise[start : start + self.elements]
@@ -119,6 +138,18 @@ class Gradients:
         for tensor, gradient in zip(self.tensors, step):
             tensor.copy_(gradient.view_as(tensor))
         return self.tensors
+
+
+def shard_shape(shape: tuple[int, ...], shard: int, shards: int) -> tuple[int, ...]:
+    """Return the shape of a shard of a parameter, as `fully_shard` cuts it: along the first axis.
+
+    >>> [shard_shape((5, 3), shard, 4) for shard in range(4)]
+    [(2, 3), (2, 3), (1, 3), (0, 3)]
+    """
+    if shards == 1 or not shape:
+        return shape if shard == 0 or shards == 1 else (0,)
+    rows = -(-shape[0] // shards)
+    return max(min(rows, shape[0] - shard * rows), 0), *shape[1:]
 
 
 def _square(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> torch.Tensor:
@@ -137,6 +168,25 @@ def _kind(item: Any) -> str:
 
 class UnmeasurableError(ValueError):
     """Error on all ranks: a compressor cannot be measured with these layers; see the message."""
+
+
+def made_on_all(job: Job, make: Callable[[], T]) -> T:
+    """Return what `make` makes on all ranks of a job; ranks with other shards may refuse alone.
+
+    Raises:
+        UnmeasurableError: on all ranks, if `make` raises one on some.
+    """
+    refusal: UnmeasurableError | None = None
+    try:
+        made = make()
+    except UnmeasurableError as error:
+        refusal = error
+    if job.shards > 1:
+        refusals = [text for text in job.gather_objects(str(refusal or ""), str) if text]
+        refusal = UnmeasurableError(refusals[0]) if refusals else None
+    if refusal is not None:
+        raise refusal
+    return made
 
 
 class Backward(NamedTuple):
@@ -225,11 +275,18 @@ class _Timed:
 
 
 class Exchange(ABC):
-    """Exchange method between all ranks of the job."""
+    """Exchange method between all ranks of a job."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
 
     def stats(self) -> CompressionStats | None:
         """Return totals, or None if they are not counted."""
         return None
+
+    def prepare(self, gradients: list[torch.Tensor]) -> None:
+        """Do what comes before an exchange, and is not timed."""
+        del gradients
 
     @abstractmethod
     def perform(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
@@ -237,24 +294,20 @@ class Exchange(ABC):
 
     def run(self, gradients: list[torch.Tensor]) -> Times:
         """Time one exchange; all ranks begin together."""
-        horovod.barrier()
+        self.prepare(gradients)
+        self.job.barrier()
         start = time.perf_counter()
         submitted, waited = self.perform(gradients)
         took = time.perf_counter() - start
-        return Times(submitted - start, waited, took - waited - (submitted - start), slowest(took))
+        rest = took - waited - (submitted - start)
+        return Times(submitted - start, waited, rest, self.job.slowest(took))
 
 
 class DenseExchange(Exchange):
-    """Exchange as in stock Horovod's optimizer: last layers first, fused by Horovod, in place."""
+    """Exchange without this package; see `Job.exchange_dense`."""
 
     def perform(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
-        handles = [
-            horovod.allreduce_async_(g, name=f"dense.{place}")
-            for place, g in reversed(list(enumerate(gradients)))
-        ]
-        submitted = time.perf_counter()
-        for handle in handles:
-            horovod.synchronize(handle)
+        submitted = self.job.exchange_dense(gradients)
         return submitted, time.perf_counter() - submitted
 
 
@@ -262,25 +315,25 @@ class CompressedExchange(Exchange):
     """Exchange as in this package's optimizer.
 
     Args:
+        job: the ranks.
         compressor: to measure.
         layers: to exchange.
         source: the gradients' per-sample moments; None for those of the step.
-        backend: the transport; None for Horovod.
-        ranks: that exchange.
+
+    Raises:
+        UnmeasurableError: see `reducer_of`.
     """
 
     def __init__(
-        self,
-        compressor: Compressor,
-        layers: Layers,
-        source: Gradients | None = None,
-        backend: Backend | None = None,
-        ranks: Any = horovod.global_process_set,
+        self, job: Job, compressor: Compressor, layers: Layers, source: Gradients | None = None
     ) -> None:
+        super().__init__(job)
         self._source = source
-        self._transport = _Timed(backend or HorovodBackend(TITLES.take(), ranks))
+        self._transport = _Timed(job.backend())
         transport = cast(Backend, self._transport)
-        self._reducer = reducer_of(compressor, layers, transport, ranks, self._squares())
+        self._reducer = made_on_all(
+            job, lambda: reducer_of(compressor, layers, transport, job.group, self._squares())
+        )
         self._parameters = self._reducer.planner.ordered_parameters
         self._check = ConfigCheck(self._reducer, "")
 
@@ -295,7 +348,7 @@ class CompressedExchange(Exchange):
         for p, gradient in zip(reversed(self._parameters), reversed(gradients)):
             reducer.mark_ready(p, gradient)
         submitted = time.perf_counter()
-        run_until_done([self._transport.timed(reducer.programs.poll_all())], pauses())
+        self.job.run_to_end(reducer.programs, self._transport.timed)
         reducer.commit_or_roll_back()
         for p in self._parameters:
             reducer.reduced_grad(p)
@@ -306,16 +359,67 @@ class CompressedExchange(Exchange):
         return () if self._source is None else self._source.squares
 
 
+class LocalExchange(Exchange):
+    """Round of local steps: with the comparison of the ranks, and the outer step.
+
+    Args:
+        job: the ranks.
+        method: whose round it is.
+        layers: to exchange.
+
+    Raises:
+        UnmeasurableError: on all ranks, if the compressor does not take these layers.
+    """
+
+    def __init__(self, job: Job, method: Local, layers: Layers) -> None:
+        super().__init__(job)
+        named = [(name, torch.nn.Parameter(torch.zeros(shape))) for name, shape in layers]
+        self._parameters = [p for _, p in named]
+        inner = torch.optim.SGD(self._parameters, lr=1.0)
+        settings = {**method.settings, "every": _NEVER, "warmup_steps": 0}
+
+        def make() -> WrappedOptimizer:
+            try:
+                return job.local_steps(inner, named, compression=method.compressor, **settings)
+            except ValueError as error:
+                raise UnmeasurableError(str(error)) from error
+
+        self._optimizer = made_on_all(job, make)
+        self._optimizer.step()  # the first one compares the parameters of the ranks
+
+    def stats(self) -> CompressionStats:
+        return self._optimizer.stats()
+
+    def prepare(self, gradients: list[torch.Tensor]) -> None:
+        for p, gradient in zip(self._parameters, gradients):
+            p.grad = gradient
+        self._optimizer.step()
+
+    def perform(self, gradients: list[torch.Tensor]) -> tuple[float, float]:
+        start, before = time.perf_counter(), self._waited()
+        self._optimizer.exchange()
+        return start, self._waited() - before
+
+    def _waited(self) -> float:
+        return sum(reducer.traffic.waited for reducer in self._optimizer.all_reducers)
+
+
+def exchange_of(job: Job, method: ExchangeMethod, gradients: Gradients) -> Exchange:
+    """Return the exchange of a method, for gradients of these shapes; all ranks call it.
+
+    Raises:
+        UnmeasurableError: see `reducer_of`.
+    """
+    if isinstance(method, Local):
+        return LocalExchange(job, method, gradients.layers)
+    source = gradients if method.overlaps else None  # momenta have no moments
+    return CompressedExchange(job, method.compressor, gradients.layers, source)
+
+
 def _supply(parameters: Iterable[torch.nn.Parameter], squares: Iterable[torch.Tensor]) -> None:
     """Set the moments of a reducer's parameters, if there are some."""
     for p, square in zip(parameters, squares):
         tracker.supply(p, square)
-
-
-def slowest(seconds: float) -> float:
-    """Return the maximum over ranks."""
-    every = horovod.allgather(torch.tensor([seconds], dtype=torch.float64), name="slowest")
-    return float(every.max())
 
 
 @dataclass
@@ -331,6 +435,11 @@ class Row:
     times: list[Times] = field(default_factory=list)
     bytes_sent: float = 0.0
     element_ratio: float = 1.0
+
+    def per_step(self, every: int) -> Row:
+        """Return a step's share, of rounds in so many steps."""
+        times = [Times(*(seconds / every for seconds in each)) for each in self.times]
+        return Row(times, self.bytes_sent / every, self.element_ratio * every)
 
     def median(self, part: str = "total") -> float:
         return statistics.median(getattr(t, part) for t in self.times)
@@ -425,14 +534,14 @@ class _ImaginedRanks:
 
     ranks = None
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
 
     def size(self) -> int:
         return self._size
 
     def rank(self) -> int:
-        return _Leader(horovod.rank() % self._size)
+        return _Leader(self._rank % self._size)
 
     def included(self) -> bool:
         return True
@@ -453,18 +562,19 @@ class _FakeTransport:
     Args:
         compressor: whose exchange is measured.
         ranks: number of ranks.
+        rank: number of this one.
 
     Attributes:
         requests: (kind, bytes) of the collectives since the last call of `take`.
         waited: seconds in which replies were made.
     """
 
-    library, version = "Horovod", ""
-    failure: type[Exception] = HorovodInternalError
+    name, library, version = "alone", "none", ""
+    failure: type[Exception] = RuntimeError
     hangs_up = False
 
-    def __init__(self, compressor: Compressor, ranks: int) -> None:
-        self.name, self._compressor, self._ranks = TITLES.take(), compressor, ranks
+    def __init__(self, compressor: Compressor, ranks: int, rank: int) -> None:
+        self._compressor, self._ranks, self._rank = compressor, ranks, rank
         self.requests: list[tuple[str, float]] = []
         self.waited = 0.0
 
@@ -477,7 +587,7 @@ class _FakeTransport:
         """Do nothing: all tensors stay here."""
 
     def global_rank(self) -> int:
-        return int(horovod.rank())
+        return self._rank
 
     def gather_objects(self, item: Any, kind: Any, what: str) -> list[Any]:
         return [item] * self._ranks
@@ -542,6 +652,7 @@ class Alone(NamedTuple):
 
 
 def alone(
+    job: Job,
     compressor: Compressor,
     gradients: Gradients,
     ranks: int,
@@ -554,6 +665,7 @@ def alone(
     All ranks call it together, so that they compete for the machine as in training.
 
     Args:
+        job: the ranks.
         compressor, gradients: to exchange.
         ranks: number of ranks, real or imaginary.
         rounds, warm_up: rounds to measure, and rounds before them.
@@ -563,18 +675,20 @@ def alone(
         UnmeasurableError: the compressor does not take these layers, or its ranks have different
             roles (a parameter server).
     """
-    transport = _FakeTransport(compressor, ranks)
-    squares = gradients.squares
-    reducer = reducer_of(compressor, gradients.layers, transport, _ImaginedRanks(ranks), squares)
+    transport = _FakeTransport(compressor, ranks, job.rank())
+    imagined, squares = _ImaginedRanks(ranks, job.rank()), gradients.squares
+    reducer = made_on_all(
+        job, lambda: reducer_of(compressor, gradients.layers, transport, imagined, squares)
+    )
     parameters, names = reducer.planner.ordered_parameters, reducer.planner.names
     ready_at = dict(zip(names.values(), ready or [0.0] * len(parameters)))
     costs = []
     before = reducer.stats()
-    for turn in range(warm_up + rounds):
-        before = reducer.stats() if turn == warm_up else before
+    for step in range(warm_up + rounds):
+        before = reducer.stats() if step == warm_up else before
         tensors = gradients.draw()
         _supply(parameters, gradients.squares)
-        horovod.barrier()
+        job.barrier()
         transport.take()
         _begin(reducer)
         work: dict[str, list[float]] = {bucket.name: [0.0] for bucket in reducer.buckets}
@@ -596,7 +710,7 @@ def alone(
         for p in parameters:
             reducer.reduced_grad(p)
         reducer.finish_step()
-        if turn >= warm_up:
+        if step >= warm_up:
             costs.append([_cost(b, work[b.name], asks[b.name], ready_at) for b in reducer.buckets])
     return Alone(costs, (reducer.stats() - before).element_ratio)
 
@@ -604,19 +718,20 @@ def alone(
 # -- the link --------------------------------------------------------------------------------
 
 
-def link(sizes: Sequence[int] = SIZES, rounds: int = 3, latency: float = 50e-6) -> Link:
-    """Measure the running job's collectives; all ranks call it.
+def link(job: Job, sizes: Sequence[int] = SIZES, rounds: int = 3, latency: float = 50e-6) -> Link:
+    """Measure the collectives of a job; all ranks call it.
 
     On a slow link large ones take seconds, and say no more of it: from `LONG` on the link's rate is
     all that counts. So the first size that takes so long is the last, but for the first two, and is
-    measured twice.
+    measured twice. With shards all groups exchange at the same time, so each measures its share.
 
     Args:
+        job: the ranks.
         sizes: bytes that each rank submits, ascending, at least two.
         rounds: of each; medians are used.
         latency: see `Link`.
     """
-    ranks = horovod.size()
+    ranks, backend = job.group.size(), job.backend()
     curves = {}
     for kind in KINDS:
         points = []
@@ -625,14 +740,14 @@ def link(sizes: Sequence[int] = SIZES, rounds: int = 3, latency: float = 50e-6) 
             if kind == "allgather":  # as much as arrives by the other kinds
                 count = max(count // 4 // max(ranks - 1, 1), 1) * 4
             payload, took = torch.full((count,), 0x3C, dtype=torch.uint8), []
-            for turn in range(rounds + 1):  # the first one is negotiated
-                horovod.barrier()
+            for step in range(rounds + 1):  # the first one is negotiated
+                job.barrier()
                 start = time.perf_counter()
-                _collective(kind, payload, f"link.{kind}.{size}")
-                seconds = slowest(time.perf_counter() - start)
-                if turn:
+                _collective(kind, payload, f"link.{kind}.{size}", job, backend)
+                seconds = job.slowest(time.perf_counter() - start)
+                if step:
                     took.append(seconds)
-                if turn == 2 and seconds > LONG:  # the same on all ranks
+                if step == 2 and seconds > LONG:  # the same on all ranks
                     break
             points.append((volume(kind, count, ranks), statistics.median(took)))
             if len(points) > 1 and points[-1][1] > LONG:  # the same on all ranks
@@ -641,19 +756,17 @@ def link(sizes: Sequence[int] = SIZES, rounds: int = 3, latency: float = 50e-6) 
     return Link(ranks, curves, latency)
 
 
-def _collective(kind: str, payload: torch.Tensor, name: str) -> None:
+def _collective(kind: str, payload: torch.Tensor, name: str, job: Job, backend: Backend) -> None:
     """Run a collective of `KINDS`, as a reducer does."""
-    ranks = horovod.size()
-    summed = goes_as_sum(payload.numel(), "uint8", ranks, horovod.gloo_enabled())
-    if kind == "allreduce16":
-        horovod.allreduce(payload.view(torch.float16), name=name, op=horovod.Sum)
-    elif kind == "allreduce":
-        horovod.allreduce(payload.view(torch.float32), name=name, op=horovod.Sum)
-    elif kind == "allgather" and summed:
-        horovod.allreduce(payload.view(torch.int32), name=name, op=horovod.Sum)
+    group = job.group
+    pending: Any
+    if kind in ("allreduce16", "allreduce"):
+        dtype = torch.float16 if kind == "allreduce16" else torch.float32
+        pending = backend.allreduce(Allreduce(payload.view(dtype), donated=True), name, group)
     elif kind == "allgather":
-        horovod.allgather(payload, name=name)
+        pending = backend.allgather(payload, name, group)
     elif kind == "alltoall":
-        horovod.alltoall(payload, name=name)
+        pending = backend.alltoall(payload, name, group)
     else:
-        horovod.broadcast(payload, 0, name=name)
+        pending = backend.broadcast(payload, (group.ranks or [0])[0], name, group)
+    backend.wait(pending)

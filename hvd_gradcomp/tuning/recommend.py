@@ -49,6 +49,7 @@ class Case(NamedTuple):
         compute: forward and backward.
         backward: the time that an exchange can overlap with.
         error: of the predictions, as a share of them.
+        every: steps for each exchange.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Case(NamedTuple):
     compute: float = 0.0
     backward: float = 0.0
     error: float = ERROR
+    every: int = 1
 
 
 class Estimate(NamedTuple):
@@ -122,10 +124,14 @@ def exchange_of(case: Case) -> Span:
 
 
 def step_of(case: Case) -> Span:
-    """Return the time of forward, backward, and the exchange that does not overlap with it."""
+    """Return the time of forward, backward, and the exchange that does not overlap with it.
+
+    The mean over steps, if not all exchange.
+    """
 
     def step(exchange: float, hidden: float) -> float:
-        return case.compute + max(exchange - min(hidden, case.backward), 0.0)
+        exposed = max(exchange - min(hidden, case.backward), 0.0)
+        return case.compute + exposed / case.every
 
     took, hidden = exchange_of(case), case.hidden
     return Span(

@@ -17,6 +17,7 @@ from tests.parallel.launch import ROOT, environment, horovodrun, python
 pytestmark = pytest.mark.parallel
 
 WORKER = "tests.parallel.workers.trained"
+LOCAL = "local(Int8Compressor(), every=4)"
 METHODS = ("qsgd", "DGCCompressor(density=0.01)", "ScaleComCompressor()")
 
 
@@ -32,6 +33,48 @@ def command(
         [*(horovodrun(variables) if ranks == 2 else ()), *start, "-m", "hvd_gradcomp", *arguments],
         cwd=ROOT,
         env=variables,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+@pytest.fixture
+def without(tmp_path: Path) -> Path:
+    """A folder where importing Horovod is an error, and a model is."""
+    (tmp_path / "horovod.py").write_text("raise ImportError('no Horovod here')\n")
+    (tmp_path / "users_model.py").write_text(MODEL)
+    return tmp_path
+
+
+MODEL = """
+import torch
+from torch import nn
+
+def factory():
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    x, y = torch.randn(256, 64), torch.randint(10, (256,))
+
+    def loss():
+        batch = torch.randint(256, (32,))
+        return nn.functional.cross_entropy(model(x[batch]), y[batch])
+
+    return model, loss
+
+def trained():
+    model, loss = factory()
+    return model, loss, torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command on two ranks of torchrun, without Horovod."""
+    return subprocess.run(
+        [sys.executable, *TORCHRUN, "-m", "hvd_gradcomp", *arguments],
+        cwd=ROOT,
+        env={**environment(), "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
         capture_output=True,
         text=True,
         timeout=200,
@@ -161,20 +204,93 @@ def test_compare_knows_local_steps(tmp_path: Path):
     assert none["ratio"] == 4.0 and qsgd["ratio"] > 14  # of gradients in each step
 
 
-def test_compare_over_torch_distributed_starts_its_ranks_itself(tmp_path: Path):
+def test_advise_under_torchrun_without_horovod(without: Path):
+    figures = without / "advice.json"
+    methods = chosen("qsgd", "OkTopKCompressor()", "dgc")
+    files = ("--json", str(figures))
+    done = torchrun(without, "advise", "-m", "users_model:factory", *methods, *files)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(figures.read_text())
+    assert (report["ranks"], report["hosts"], report["library"]) == (2, 1, "torch.distributed")
+    assert set(report["link"]["curves"]) == set(KINDS) and report["bandwidth"] > 1e6
+    assert [row["method"] for row in report["rows"]][:2] == ["dense (DDP)", "QSGD()"]
+    assert all(row["measured_ms"] > 0 for row in report["rows"])
+    assert done.stdout.count("median error of the model") == 1, "one rank prints"
+
+
+def test_methods_beside_compressors_are_measured_without_horovod(without: Path):
+    """Local steps, momenta, and the shards of FSDP2: two of each of two hosts."""
+    figures = without / "bench.json"
+    methods = chosen("int8", LOCAL, "momentum(OneBitCompressor())")
+    done = command(
+        *("bench", "-np", "4", "--ddp", "--shards", "2", "-m", "users_model:factory", "-r", "2"),
+        *methods,
+        *("--json", str(figures)),
+        ranks=1,
+        path=without,
+    )
+    assert done.returncode == 0, done.stderr
+    dense, int8, local, momentum = json.loads(figures.read_text())["rows"]
+    assert dense["method"] == "dense (HSDP)"
+    elements = 64 * 64 + 64 + 64 * 10 + 10
+    assert dense["bytes"] == 4 * elements / 2, "of a shard"
+    assert local["bytes"] == int8["bytes"] / 4 and local["element_ratio"] == 4.0
+    assert momentum["bytes"] < int8["bytes"] / 3
+    assert "a step's share of a round of LocalSteps" in " ".join(done.stdout.split())
+
+
+def test_compare_trains_a_model_by_every_method(without: Path):
+    """Local steps of one step, with SGD, average gradients."""
+    figures = without / "compare.json"
+    methods = chosen("qsgd", "local(None, every=1)", LOCAL)
+    rest = ("--steps", "12", "--json", str(figures))
+    done = torchrun(without, "compare", "-m", "users_model:trained", *methods, *rest)
+    assert done.returncode == 0, done.stderr
+    none, qsgd, averaged, local = json.loads(figures.read_text())["rows"]
+    assert none["losses"][0] == qsgd["losses"][0] == local["losses"][0]
+    assert averaged["losses"] == pytest.approx(none["losses"], abs=1e-5)
+    assert local["ratio"] > 12
+    assert abs(local["loss"] - none["loss"]) < 0.2
+    assert "trainings of 12 steps take about" in done.stderr
+
+
+def test_bench_starts_its_ranks_itself_without_horovod(without: Path):
+    done = command(
+        *("bench", "-np", "2", "--ddp", "-m", "users_model:factory", "-r", "2"),
+        *chosen("qsgd", "OkTopKCompressor()", "powersgd"),
+        ranks=1,
+        path=without,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\ndense (DDP) " in done.stdout and "\nQSGD() " in done.stdout
+    assert "2 ranks on 1 host, over torch.distributed\n" in done.stderr
+    assert "default0" not in done.stdout + done.stderr
+
+
+def test_a_rank_that_fails_alone_leaves_no_other_waiting(without: Path):
+    """Here while the others measure."""
+    model = MODEL.replace("def loss():", "def loss(calls=iter(range(5))):\n        next(calls)")
+    model = model.replace("next(calls)", "os.environ['RANK'] == '0' or next(calls)")
+    (without / "users_model.py").write_text(f"import os\n{model}")
+    done = torchrun(without, "advise", "-m", "users_model:factory", *chosen("qsgd"))
+    assert done.returncode != 0
+    assert "StopIteration" in done.stderr, done.stderr
+
+
+def test_compare_over_torch_distributed_starts_its_ranks_itself(without: Path):
     """With DistributedDataParallel, where importing Horovod is an error."""
-    (tmp_path / "horovod.py").write_text("raise ImportError('no Horovod here')\n")
-    figures = tmp_path / "compare.json"
+    figures = without / "compare.json"
     done = command(
         *("compare", "-np", "2", "--ddp", "tests.parallel.workers.trained_ddp:train"),
-        *("--steps", "12", "--json", str(figures), *chosen("QSGDCompressor(bits=8)", "lgc")),
+        *("--steps", "12", "--json", str(figures), *chosen("QSGDCompressor(bits=8)", "lgc", LOCAL)),
         ranks=1,
-        path=tmp_path,
+        path=without,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(figures.read_text())
     assert report["ranks"] == 2
-    none, qsgd = report["rows"][:2]
+    none, qsgd, *_, local = report["rows"]
+    assert local["method"] == "local(Int8(), every=4)" and local["ratio"] > 12
     assert len(none["losses"]) == 12 and none["losses"][0] == qsgd["losses"][0]
     assert abs(qsgd["loss"] - none["loss"]) < 0.1 and qsgd["ratio"] > 3.5
     assert "default0" not in done.stdout + done.stderr
@@ -194,7 +310,7 @@ def test_ranks_that_it_starts_itself_print_once_and_without_a_prefix():
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("DGC() ")
     assert done.stdout.count("DGC()") == 1 and "[0]" not in done.stdout + done.stderr
-    assert "2 ranks on 1 host\n" in done.stderr and "1/3  DGC()" in done.stderr
+    assert "2 ranks on 1 host, over Horovod\n" in done.stderr and "1/3  DGC()" in done.stderr
 
 
 def test_json_takes_the_place_of_the_table():

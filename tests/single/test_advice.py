@@ -25,7 +25,8 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.cli import advise, advise_report, options
 from hvd_gradcomp.planning.description import brief
-from hvd_gradcomp.tuning import fewer_exchanges
+from hvd_gradcomp.planning.methods import ExchangeMethod, Local, Momentum
+from hvd_gradcomp.tuning import fewer_exchanges, measure
 from hvd_gradcomp.tuning.recommend import (
     BEYOND,
     ERROR,
@@ -245,11 +246,27 @@ def test_only_what_runs_with_the_optimizer_is_measured():
     adam, sgd = torch.optim.AdamW(parameters), torch.optim.SGD(parameters, 0.1, momentum=0.9)
     messages: list[str] = []
     requested = [DGCCompressor(), QSGDCompressor(), after(3, None, DGCCompressor())]
+    requested = [ExchangeMethod(each) for each in requested]
     assert advise._suited(requested, None) == advise._suited(requested, sgd) == requested
-    plain = [DGCCompressor(momentum=0.0), QSGDCompressor()]
+    plain = [ExchangeMethod(DGCCompressor(momentum=0.0)), ExchangeMethod(QSGDCompressor())]
     assert advise._suited(requested, adam, messages.append) == plain
     assert "DGC() cannot take AdamW's momentum over" in messages[0] and "left out: " in messages[1]
     assert advise._suited([*plain, *requested], adam) == plain, "none twice"
+    beside = [Local(DGCCompressor()), Momentum(QSGDCompressor())]
+    assert advise._suited(beside, adam) == beside
+    assert advise._suited(beside, sgd, messages.append) == beside[:1]
+    assert messages[-1].endswith("it exchanges the momentum of Adam or AdamW")
+
+
+def test_the_cost_of_local_steps_is_a_share_of_a_round():
+    """On one link, and on others: 0.1 s of computing, rounds of 0.6 s every 3 steps."""
+    dense = Case("dense", 1.0, 0.0, [], lambda b: 0.1 + 1e9 / b, compute=0.1)
+    local = dense._replace(predicted=0.6, step_at=lambda b: 0.1 + 0.2e9 / b, every=3)
+    made = estimate(local, dense, HERE)
+    assert made.exchange.middle == 0.6 and made.step.middle == pytest.approx(0.3)
+    assert made.faster.middle == pytest.approx(1.1 / 0.3)
+    measured = local._replace(measured=[0.9] * 5)
+    assert estimate(measured, dense, HERE).step.middle == pytest.approx(0.4)
 
 
 def test_usual_settings_are_those_that_people_train_with():
@@ -332,13 +349,15 @@ def test_predictions_for_more_hosts_are_taken_to_be_less_certain():
 @pytest.mark.parametrize("rate", [1e5, 1e7, 1e9])
 def test_a_slow_link_is_not_measured_for_minutes(monkeypatch, rate):
     """At 15 Mb/s five kinds of collectives of 16 MB, ten times each, took nine minutes."""
-    measure = pytest.importorskip("hvd_gradcomp.tuning.measure", reason="needs Horovod")
     sizes = []
-    two = SimpleNamespace(size=lambda: 2, barrier=lambda: None)
-    monkeypatch.setattr(measure, "horovod", two)
-    monkeypatch.setattr(measure, "_collective", lambda kind, x, name: sizes.append(x.numel()))
-    monkeypatch.setattr(measure, "slowest", lambda seconds: 1e-3 + sizes[-1] / rate)
-    measured = measure.link(rounds=9)
+    monkeypatch.setattr(measure, "_collective", lambda kind, x, *rest: sizes.append(x.numel()))
+    two = SimpleNamespace(
+        group=SimpleNamespace(size=lambda: 2),
+        backend=lambda: None,
+        barrier=lambda: None,
+        slowest=lambda seconds: 1e-3 + sizes[-1] / rate,
+    )
+    measured = measure.link(two, rounds=9)
     assert measured.bandwidth == pytest.approx(8 * rate, rel=0.01)
     assert max(sizes) <= max(measure.SIZES[1], 16 * rate * measure.LONG)
     assert sum(sizes) / rate < 60

@@ -6,9 +6,11 @@ import json
 import os
 import select
 import socket
+import subprocess
 import sys
 import sysconfig
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +38,8 @@ from hvd_gradcomp.tuning.recommend import Span
 from tests.methods import CLASSES, EVERY
 
 pytestmark = pytest.mark.usefixtures("horovod_ends")
+
+ROOT = Path(hvd_gradcomp.__file__).parents[1]
 
 
 def run_command(*arguments: str) -> tuple[int, str]:
@@ -94,6 +98,20 @@ def test_the_list_of_commands_has_whole_sentences():
         (("bench", "-c", "QSGDCompressor(**{'bits': 4})"), "is no compressor"),
         (("bench", "-c", "after(3, QSGDCompressor(), annotations)"), "annotations"),
         (("bench", "-c", "role('bias')"), "is no compressor"),
+        (("bench", "-c", "local(Int8Compressor(), every=0)"), "every must be a whole number in [1"),
+        (("bench", "-c", "local(Int8Compressor(), evry=5)"), "did you mean 'every'?"),
+        (("bench", "-c", "local(7)"), "compression= takes a compressor of hvd_gradcomp, got 7"),
+        (("bench", "-c", "local(None, outer=3)"), "outer= takes an OuterSGD, got 3"),
+        (("bench", "-c", "local(Int8Compresor())"), "did you mean 'Int8Compressor'?"),
+        (
+            ("bench", "-c", "local(every=15, Int8Compressor())"),
+            "or 'local(Int8Compressor(), every=15)'",
+        ),
+        (("bench", "-c", "lokal(None)"), "did you mean 'local'?"),
+        (("bench", "-c", "momentum(DGCCompressor())"), "corrects momentum, and here momenta"),
+        (("bench", "-c", "momentum(None, warmup_steps=0)"), "warmup_steps must be a whole number"),
+        (("bench", "-c", "after(3, None, local(None))"), "after(3, None, local(None))"),
+        (("bench", "--shards", "0"), "0 is not in the range"),
         (("bench", "-c", "QSGDCompressor(bits=4"), "QSGDCompressor(bits=4"),
         (("bench", "-c", "(" * 5000), "is no compressor"),
         (("bench", "-m", "os:system"), "os:system is no function that can be called without"),
@@ -112,6 +130,9 @@ def test_the_list_of_commands_has_whole_sentences():
         (("advise", "--for-hosts", "1"), "1 is not in the range"),
         (("advise", "--bandwidth", "0"), "0"),
         (("compare", "json:dumps"), "no generator function"),
+        (("compare",), "name either your training, MODULE:FUNCTION, or with -m a model"),
+        (("compare", "a:b", "-m", "a:b"), "name either your training"),
+        (("compare", "-m", "resnet50"), "has to return (module, loss, optimizer)"),
         (("compare", "train"), "module:function"),
         (("bench", "-H", "localhost:2"), "say with -np how many"),
         (("bench", "-np", "3", "-H", "localhost:1"), "asks for 3 ranks, and -H localhost:1 has 1"),
@@ -187,6 +208,7 @@ def unready():
             2,
         ),
         (("compare", "train"), "0", "yield its hvd_gradcomp optimizer before the first step", 1),
+        (("compare", "-c", "local-int8", "train"), "0", "takes no argument 'local', in which", 2),
         (("compare", "unready"), "0", "has to take one argument, the compressor: too many", 2),
     ],
 )
@@ -227,6 +249,24 @@ def test_what_lies_beside_what_is_installed_is_a_users(tmp_path, monkeypatch):
     assert len(lines) == 1 and "users_beside.py" in lines[0], done.output
 
 
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("local(Int8Compressor(), every=15)", "local(Int8(), every=15)"),
+        (
+            "local(None, every=30, warmup_steps=9, outer=OuterSGD(lr=0.7, momentum=0.9))",
+            "local(None(), every=30, outer=OuterSGD(lr=0.7, momentum=0.9, nesterov=True), "
+            "warmup_steps=9)",
+        ),
+        ("momentum(OneBitCompressor(), warmup_steps=20)", "momentum(OneBit(), warmup_steps=20)"),
+        ("local-int8", "local(Int8(), every=15)"),
+    ],
+)
+def test_local_steps_and_momenta_are_written_as_compressors_are(text, name):
+    (method,) = options.chosen([text])
+    assert (method.name, method.overlaps) == (name, False)
+
+
 WRITTEN = [
     "after(3, StromCompressor(tau=0.7), DGCCompressor(density=0.05, momentum=-0.0))",
     "partition([(role('bias', 'norm'), None), (smaller(100), NoneCompressor()), ('*', "
@@ -237,7 +277,8 @@ WRITTEN = [
 
 @pytest.mark.parametrize("text", [str(c) for c in EVERY] + WRITTEN)
 def test_a_compressor_is_written_as_in_python(text):
-    assert options.chosen([text]) == [eval(text, vars(hvd_gradcomp))]
+    (method,) = options.chosen([text])
+    assert method.compressor == eval(text, vars(hvd_gradcomp)) and method.overlaps
 
 
 figures = st.floats(1e-3, 1e6)
@@ -277,23 +318,94 @@ def test_tables_fit_a_terminal(drawn, compressor):
         assert max(map(len, text.splitlines())) <= options.WIDTH, text
 
 
-def test_ranks_without_horovod_are_a_plain_error(monkeypatch):
-    monkeypatch.setattr(launching, "find_spec", lambda name: None, raising=False)
-    monkeypatch.setattr(launching, "run", lambda command: 1)  # as Python ends without it
-    code, text = run_command("bench", "-np", "2")
-    assert code == 1
-    words = " ".join(text.split())
-    assert "-np starts ranks by horovodrun, and Horovod is not installed. `" in words
-    assert "-m hvd_gradcomp build-horovod` installs it; without it `hvd-gradcomp compare" in words
+def started_by(monkeypatch, *arguments: str, installed=("horovod", "torch")) -> list[str]:
+    """Return the command by which ranks are started."""
+    commands = []
+    monkeypatch.setattr(launching, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(launching, "run", lambda command: commands.append(command) or 0)
+    monkeypatch.setattr(sys, "argv", ["hvd-gradcomp", *arguments])
+    code, text = run_command(*arguments)
+    assert code == 0, text
+    (command,) = commands
+    return command
+
+
+@pytest.mark.parametrize(
+    ("options_", "installed", "launcher"),
+    [
+        ((), ("horovod", "torch"), "horovod.runner.launch"),
+        (("--ddp",), ("horovod", "torch"), "torch.distributed.run"),
+        ((), ("torch",), "torch.distributed.run"),
+    ],
+)
+@pytest.mark.parametrize("command", ["bench", "advise", "compare"])
+def test_ranks_are_started_by_torchrun_where_there_is_no_horovod(
+    command, options_, installed, launcher, monkeypatch
+):
+    more = ("train:train",) if command == "compare" else ()
+    words = started_by(monkeypatch, command, "-np", "2", *options_, *more, installed=installed)
+    assert words[1:3] == ["-m", launcher]
+    count = "--nproc-per-node" if launcher.startswith("torch") else "-np"
+    assert words[words.index(count) + 1] == "2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "installed", "words"),
+    [
+        (
+            ("-H", "node1:2,node2:2"),
+            ("torch",),
+            "type on each of the 2 hosts, with advise's own options behind torchrun --nnodes 2 "
+            "--nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint node1:29400 -m hvd_gradcomp "
+            "advise ...",
+        ),
+        (("--horovodrun", "--mpi"), ("torch",), "'--mpi' has options of horovodrun, and torchrun"),
+        ((), (), "ranks are started by PyTorch, which is not installed"),
+    ],
+)
+def test_what_torchrun_cannot_do_is_named(arguments, installed, words, monkeypatch):
+    monkeypatch.setattr(launching, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(launching, "run", lambda command: pytest.fail("ranks were started"))
+    monkeypatch.setattr(sys, "argv", ["hvd-gradcomp", "advise"])
+    code, text = run_command("advise", "-np", "4", *arguments)
+    assert code in (1, 2) and words in " ".join(text.split()), text
 
 
 @pytest.mark.parametrize("command", [("bench",), ("advise", "--bandwidth", "10")])
-def test_what_measures_over_horovod_says_so_without_it(command, monkeypatch):
+def test_horovodrun_without_horovod_for_pytorch_is_a_sentence(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "horovod.torch", None)
+    monkeypatch.delitem(sys.modules, "hvd_gradcomp.tuning.over_horovod", raising=False)
+    monkeypatch.setenv("HOROVOD_RANK", "0")
     code, text = run_command(*command)
     assert code == 1 and len(text.splitlines()) == 1
-    assert "this command measures over Horovod for PyTorch, which does not import" in text
-    assert "build-horovod` installs it; without it `hvd-gradcomp compare --ddp`" in text
+    assert "Horovod for PyTorch does not import" in text
+    assert "build-horovod` installs it; torchrun starts ranks without it" in text
+
+
+WITHOUT = """
+import sys
+sys.modules["horovod"] = None
+from hvd_gradcomp.cli import main
+main()
+"""
+
+
+def test_a_link_that_is_given_needs_neither_horovod_nor_ranks(tmp_path):
+    """One process answers, from the cost model and what it measures of its own work."""
+    (tmp_path / "users_model.py").write_text(USERS.replace("LOSS", "module(torch.ones(4)).sum()"))
+    for command in (("advise", "--bandwidth", "1"), ("bench", "-r", "2")):
+        options_ = (*command, "-m", "users_model:model", "-c", "qsgd", "-c", "int8", "--json", "-")
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT, *options_],
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+        report = json.loads(done.stdout)
+        assert (report["ranks"], report["library"]) == (1, "torch.distributed")
+        assert [row["method"] for row in report["rows"]] == ["dense (DDP)", "QSGD()", "Int8()"]
 
 
 @pytest.mark.parametrize(
@@ -434,7 +546,8 @@ def test_a_named_pipe_that_cannot_be_written_is_refused_at_once(tmp_path):
 
 
 def test_a_short_name_has_usual_settings_for_the_size_of_the_gradients():
-    assert options.chosen(["strom"], 0.01) == [StromCompressor(tau=0.191)]
+    (method,) = options.chosen(["strom"], 0.01)
+    assert method.compressor == StromCompressor(tau=0.191)
 
 
 def test_every_method_is_usual():

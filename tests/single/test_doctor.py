@@ -83,6 +83,31 @@ def test_no_horovod(tmp_path):
     assert findings["Horovod"].mark == "warn"
     assert "DistributedDataParallel without it" in findings["Horovod"].fact
     assert findings["Horovod"].remedy == f"{python} {BUILD}"
+    assert findings["ready"] == doctor.Finding(
+        "ok",
+        "ready",
+        "DDP: ready. FSDP2: ready. Horovod: not installed (needed for "
+        "hvd_gradcomp.torch.DistributedOptimizer, TensorFlow and Keras).",
+    )
+
+
+def test_what_is_ready_is_said_at_the_end():
+    """Of each library by itself, and with a self-test that fails."""
+    pytorch, tensorflow = doctor._FRAMEWORKS
+    torch = {"version": "2.1.0", "gpu": False, "ddp": True, "fsdp": False, "seam": "x"}
+    answers, horovod = {pytorch: torch, tensorflow: {}}, {"version": "0.28.1"}
+    assert list(doctor._readiness(answers, horovod, [])) == [
+        "DDP: ready.",
+        "FSDP2: not with this PyTorch, 2.1.0.",
+        "Horovod for PyTorch: ready.",
+    ]
+    failed = ["DistributedDataParallel", "PyTorch over gloo"]
+    ddp, _, hvd = doctor._readiness(answers, horovod, failed)
+    assert "ready." not in ddp and hvd == "Horovod for PyTorch: not ready, see above."
+    assert list(doctor._readiness({pytorch: {}}, {}, []))[:2] == [
+        "DDP: needs PyTorch.",
+        "FSDP2: needs PyTorch.",
+    ]
 
 
 @real

@@ -13,17 +13,22 @@ from torch.nn.parallel import DistributedDataParallel
 from hvd_gradcomp.torch import ddp
 
 
-def train(compression: Any) -> Iterator[Any]:
+def train(compression: Any, local: dict[str, Any] | None = None) -> Iterator[Any]:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(1)
     net = nn.Sequential(
         nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(576, 64), nn.Linear(64, 10)
     )
-    model = DistributedDataParallel(net)
-    ddp.compress(model, compression)
-    yield model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = net, torch.optim.SGD(net.parameters(), lr=0.1)
+    if local is None:
+        model = DistributedDataParallel(net)
+        ddp.compress(model, compression)
+        yield model
+    else:
+        named = net.named_parameters()
+        optimizer = ddp.LocalSteps(optimizer, named, compression=compression, **local)
+        yield optimizer
     x = torch.randn(256, 1, 8, 8)
     y = x.flatten(1)[:, :10].argmax(1)
     while True:
