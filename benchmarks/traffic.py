@@ -69,9 +69,9 @@ METHODS: dict[str, tuple[Compressor, float, bool]] = {
     "1-bit": (OneBitCompressor(exchange="allgather"), 4.0, True),
 }
 LAUNCHES = 12  # a bucket, at most
-# More for Elias-Fano's code: two to encode, three to decode, and two for the check that indices
+# More for Elias-Fano's code: two to encode, three to decode, and three for the check that indices
 # ascend.
-RECODING = 7
+RECODING = 8
 
 
 def most_launches(compressor: Compressor) -> int:
