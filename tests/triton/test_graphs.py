@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -140,10 +142,13 @@ def test_the_first_step_waits_for_nothing_either(name):
         Step(compressor, Layout(*SHAPES, block=compressor.block), kernels=True)
 
 
+@pytest.mark.parametrize("index_coding", ["elias_fano", "int32"])
 @pytest.mark.parametrize("name", HAVE_KERNELS)
-def test_a_step_is_few_launches_and_waits_for_nothing(name):
+def test_a_step_is_few_launches_and_waits_for_nothing(name, index_coding):
     """Of ResNet-50's buckets; and in the steady state kernels take no memory that they keep."""
     compressor = METHODS[name][0]
+    if hasattr(compressor, "index_coding"):
+        compressor = replace(compressor, index_coding=index_coding)
     for layout in buckets(compressor):
         step = Step(compressor, layout, kernels=True)
         others = step.ops.threshold_kernels, step.ops.topk_kernels, step.ops.quantizers
