@@ -69,6 +69,15 @@ METHODS: dict[str, tuple[Compressor, float, bool]] = {
     "1-bit": (OneBitCompressor(exchange="allgather"), 4.0, True),
 }
 LAUNCHES = 12  # a bucket, at most
+# More for Elias-Fano's code: two to encode, three to decode, and three for the check that indices
+# ascend.
+RECODING = 8
+
+
+def most_launches(compressor: Compressor) -> int:
+    """Return the most launches that a bucket may take."""
+    recodes = getattr(compressor, "index_coding", None) == "elias_fano"
+    return LAUNCHES + RECODING * recodes
 
 
 class Count(NamedTuple):
@@ -290,7 +299,8 @@ def rows(only: Sequence[str] = ()) -> list[dict[str, Any]]:
                 "bar": bar,
                 "bar_is_for_each": each,
                 "copies_hold": copies <= bar,
-                "launches_hold": kernels["launches"] <= LAUNCHES,
+                "launches_bar": most_launches(compressor),
+                "launches_hold": kernels["launches"] <= most_launches(compressor),
             }
         )
     return table_rows
@@ -321,7 +331,7 @@ def table(rows_: Sequence[dict[str, Any]]) -> str:
         each = " each" if row["bar_is_for_each"] else ""
         bars = (
             f"{row['bar']:g}{each}: {'holds' if row['copies_hold'] else '**no**'}",
-            f"{LAUNCHES}: {'holds' if row['launches_hold'] else '**no**'}",
+            f"{row.get('launches_bar', LAUNCHES)}: {'holds' if row['launches_hold'] else '**no**'}",
         )
         lines.append(
             f"| {row['method']} | {verbs['copies']:.1f} | {verbs['launches']} | "

@@ -18,6 +18,7 @@ from hvd_gradcomp.algorithms.lgc.server import Server
 from hvd_gradcomp.codecs import autoencoder
 from hvd_gradcomp.core.collectives import Gather
 from hvd_gradcomp.core.layout import Layout
+from hvd_gradcomp.method import wire
 from hvd_gradcomp.method.compressor import leaves
 from hvd_gradcomp.method.handover import residual_of
 from hvd_gradcomp.method.patterns import draw_number
@@ -572,22 +573,27 @@ def test_a_poisoned_gradient_is_an_error_on_all_ranks(pattern, at):
         advance(world)
 
 
-def test_what_is_damaged_on_its_way_to_the_master_is_an_error_on_all_ranks():
+@pytest.mark.parametrize("bad", [0, 2], ids=["common rank", "another"])
+@pytest.mark.parametrize("index_coding", ["elias_fano", "int32"])
+def test_what_is_damaged_on_its_way_to_the_master_is_an_error_on_all_ranks(index_coding, bad):
+    """Indices that point outside of the bucket too."""
     failures = []
 
     def tamper(rank, request):
-        if isinstance(request, Gather) and world.steps == 46 and rank == 2 and request.root == 0:
+        if isinstance(request, Gather) and world.steps == 46 and rank == bad and request.root == 0:
             damaged = request.tensor.clone()
-            damaged[40] ^= 4
+            damaged[wire.HEADER_BYTES :] ^= 0x7F
             return request._replace(tensor=damaged)
         return request
 
-    compressor = LGCCompressor("parameter_server", common_rank=0, momentum=0.0, **LEARNS)
+    compressor = LGCCompressor(
+        "parameter_server", common_rank=0, momentum=0.0, index_coding=index_coding, **LEARNS
+    )
     world = world_of(compressor, tamper=tamper)
     for _ in range(46):
         advance(world)
     assert isinstance(world.traffic[0][0], Gather)
-    with pytest.raises(PayloadError, match="rank 2 sent a damaged payload") as error:
+    with pytest.raises(PayloadError, match=f"rank {bad} sent a damaged payload") as error:
         advance(world)
     failures.append(str(error.value))
     world.steps += 1

@@ -269,10 +269,14 @@ class Server:
         sampled = ops.sum(sampled, 0) * (1.0 / ranks)
         state = training.update_loss(ops, state, sampled, state.sampled[1] - sampled)
         payload["values"] = ops.reshape(payload["values"], (ranks, count))
-        innovations = vectors.sent_by_ranks(ops, layout, coding, payload, count)
+        innovations = [
+            (ops.minimum(index, layout.sink), values)
+            for index, values in vectors.sent_by_ranks(ops, layout, coding, payload, count)
+        ]
         choice = wire.unpack_body(ops, self.code_parts(layout), wire.bodies_of(extra))
         choice = {name: part[0] for name, part in choice.items()}
-        places = coding.decode(ops, layout, choice, capacity)
+        # Damaged indices may lie beyond the bucket, and the master must not fail alone.
+        places = ops.minimum(coding.decode(ops, layout, choice, capacity), layout.sink)
         unit = self.units.of_elements(ops, layout, places, choice)
         code = ops.reshape(choice["code"], (1, -1))
         channels = [vectors.at(ops, *innovation, places) for innovation in innovations]

@@ -405,9 +405,9 @@ def validate_rows(
     tl.store(needed, tl.max(wanted))
     w0 = tl.load(start, mask=inside, other=0)
     h0 = tl.load(start + 7, mask=inside, other=0) == total
-    h1 = (w0 & 0xFFFF) == e0
-    h2 = ((w0 >> 16) & 0xFF) == e1
-    h3 = ((w0 >> 24) & 0xFF) == e2
+    h1 = (w0 & 0xFF) == e0
+    h2 = ((w0 >> 8) & 0xFF) == e1
+    h3 = ((w0 >> 16) & 0xFFFF) == e2
     h4 = tl.load(start + 1, mask=inside, other=0) == e3
     h5 = tl.load(start + 2, mask=inside, other=0) == e4
     h6 = tl.load(start + 3, mask=inside, other=0) == e5

@@ -24,6 +24,7 @@ from tests.parallel.workers.results import digest, errors_of, finish, write
 STROM = hvd.StromCompressor(tau=0.05)
 GRAPHS = (
     STROM,
+    hvd.StromCompressor(tau=0.05, index_coding="int32"),
     hvd.DGCCompressor(density=0.01, momentum=0.9),
     hvd.QSGDCompressor(bits=4, exchange="two_shot"),
 )
