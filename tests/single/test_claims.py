@@ -211,7 +211,7 @@ def test_ranks_of_a_host_reduce_below_an_exchange_between_hosts():
     whole.switch_off_models()
     assert type(model) is DistributedDataParallel
     assert whole.refusal() is None
-    with pytest.raises(ValueError, match=r"hvd\.LocalSteps and ddp\.LocalSteps would both"):
+    with pytest.raises(ValueError, match=r"hvd\.LocalSteps and ddp\.compress would both"):
         Claim("hvd.LocalSteps", model.parameters(), FOUR, in_step=True).take()
     again = Claim("ddp.compress", model.parameters(), RANKS, by_hook=True)
     again.take()  # in the other order

@@ -235,9 +235,9 @@ def is_exchanged_between(parameters: Iterable[torch.nn.Parameter], ranks: Collec
 
 
 def _live() -> list[Claim]:
-    """Return the claims that were taken, and whose exchanges live."""
+    """Return the claims that were taken, and whose exchanges live, in the order they were made."""
     with _lock:
-        return list(_claims)
+        return sorted(_claims, key=lambda claim: claim._number)
 
 
 def _twice(name: str, other: str) -> str:
