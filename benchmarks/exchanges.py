@@ -95,7 +95,7 @@ class Graph(Exchange):
     Args:
         job: the ranks.
         compressor: None for stock Horovod.
-        feed: what `perform` will be given.
+        feed: that draws what `perform` exchanges.
     """
 
     def __init__(self, job: Job, compressor: Compressor | None, feed: Feed) -> None:
@@ -103,12 +103,12 @@ class Graph(Exchange):
 
         super().__init__(job)
         self.compressor, self.inputs = compressor, feed.variables
-        self.prepare(feed)
+        self.set_up(feed)
         self.step = tf.function(self.exchange)
 
     @abstractmethod
-    def prepare(self, feed: Feed) -> None:
-        """Makes what trains."""
+    def set_up(self, feed: Feed) -> None:
+        """Make what trains."""
 
     @abstractmethod
     def exchange(self) -> Any:
@@ -125,7 +125,7 @@ class Graph(Exchange):
 
 
 class Tape(Graph):
-    def prepare(self, feed: Feed) -> None:
+    def set_up(self, feed: Feed) -> None:
         import tensorflow as tf
 
         self.variables = [tf.Variable(v, name=f"layer{i}") for i, v in enumerate(self.inputs)]
@@ -154,7 +154,7 @@ class Tape(Graph):
 
 
 class Fit(Graph):
-    def prepare(self, feed: Feed) -> None:
+    def set_up(self, feed: Feed) -> None:
         import keras
 
         import hvd_gradcomp.tensorflow.keras as hvd

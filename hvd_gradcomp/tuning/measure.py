@@ -25,7 +25,6 @@ from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.method.handover import takes_momentum
 from hvd_gradcomp.method.learned import Learned
 from hvd_gradcomp.monitoring.stats import CompressionStats
-from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.planning.methods import ExchangeMethod, Local
 from hvd_gradcomp.planning.worth import idle
 from hvd_gradcomp.runtime.program_runner import Participants
@@ -494,7 +493,7 @@ def reducer_of(
     except ValueError as error:
         raise UnmeasurableError(str(error)) from error
     if idle(compressor, [(bucket.compressor, bucket.layout) for bucket in reducer.buckets]):
-        raise UnmeasurableError(f"{brief(compressor)}: it would compress none of these layers")
+        raise UnmeasurableError("it would compress none of these layers")
     for bucket in reducer.buckets:
         one, before = bucket.compressor, bucket.state
         if isinstance(one, Learned):
@@ -560,7 +559,6 @@ class _FakeTransport:
     """Transport that immediately returns this rank's own payloads.
 
     Args:
-        compressor: whose exchange is measured.
         ranks: number of ranks.
         rank: number of this one.
 
@@ -573,8 +571,8 @@ class _FakeTransport:
     failure: type[Exception] = RuntimeError
     hangs_up = False
 
-    def __init__(self, compressor: Compressor, ranks: int, rank: int) -> None:
-        self._compressor, self._ranks, self._rank = compressor, ranks, rank
+    def __init__(self, ranks: int, rank: int) -> None:
+        self._ranks, self._rank = ranks, rank
         self.requests: list[tuple[str, float]] = []
         self.waited = 0.0
 
@@ -614,8 +612,7 @@ class _FakeTransport:
 
     def gather(self, request: Gather, name: str, group: Any) -> _Reply:
         raise UnmeasurableError(
-            f"{type(self._compressor).__name__}: its ranks have different roles, so one rank "
-            "alone cannot measure its cost"
+            "its ranks have different roles, so one rank alone cannot measure its cost"
         )
 
     def wait(self, pending: _Reply) -> torch.Tensor:
@@ -675,7 +672,7 @@ def alone(
         UnmeasurableError: the compressor does not take these layers, or its ranks have different
             roles (a parameter server).
     """
-    transport = _FakeTransport(compressor, ranks, job.rank())
+    transport = _FakeTransport(ranks, job.rank())
     imagined, squares = _ImaginedRanks(ranks, job.rank()), gradients.squares
     reducer = made_on_all(
         job, lambda: reducer_of(compressor, gradients.layers, transport, imagined, squares)
