@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvd_gradcomp.algorithms.combined.local_steps import OuterSGD
 from hvd_gradcomp.algorithms.combined.round_length import FIRST, Round
 from hvd_gradcomp.ops import NonFiniteGradientError
-from hvd_gradcomp.runtime.local_rounds import Exchange, Fragment
+from hvd_gradcomp.runtime.local_rounds import Agreement, Exchange, Fragment
 from hvd_gradcomp.tensorflow.interop.moving_averages import GlobalAverages, MovingAverage
 from hvd_gradcomp.tensorflow.interop.variables import new_variable, plain_variable, where_set
 from hvd_gradcomp.tensorflow.reduce import checksums
@@ -191,7 +191,8 @@ class GraphFragment(Fragment):
             for v, c, value in zip(self.sources, self.copies, self._values())
         ]
 
-    def send(self) -> None:
+    def send(self, agree: Agreement) -> None:
+        agree()
         means = self._reduce()
         if not self._means:
             self._reduced = means
