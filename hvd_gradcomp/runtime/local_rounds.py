@@ -38,6 +38,7 @@ WARMUP, _LOADED, _FIRST, _ROUND = -1, -2, -3, -4  # in the place of a fragment's
 _FAILED = -1  # in the place of a round's length
 Tensors = Sequence[Any]
 Refusal = Callable[[], Optional[Exception]]  # returns the error with which a rank refuses to begin
+Agreement = Callable[[], object]  # waits for what the ranks compare; raises on all if they differ
 
 
 # -- what a framework supplies -----------------------------------------------------------------
@@ -103,8 +104,14 @@ class Fragment(ABC):
         """Return a checksum of the global parameters, and of all else that must be equal."""
 
     @abstractmethod
-    def send(self) -> None:
-        """Start the exchange of the global parameters minus those of this rank."""
+    def send(self, agree: Agreement) -> None:
+        """Start the exchange of the global parameters minus those of this rank.
+
+        Args:
+            agree: to be called before anything is sent, and as late as that: it waits for the
+                slowest rank. If it raises, which it does on all ranks, nothing is in flight, and
+                the compressor's state is as before.
+        """
 
     @abstractmethod
     def receive(self) -> Tensors | None:
@@ -174,8 +181,11 @@ class RankChannel(Protocol):
             Exception: the one with which this rank refuses, if all ranks refuse alike.
         """
 
-    def gather(self, row: Sequence[int]) -> dict[int, list[int]]:
-        """Gather as many numbers from every rank, by rank."""
+    def start_gather(self, row: Sequence[int]) -> Callable[[], dict[int, list[int]]]:
+        """Start to gather as many numbers from every rank; return what waits for them, by rank.
+
+        Nothing else is exchanged before that is called.
+        """
 
     def fault(self, number: int, moved: int) -> int:
         """Return a number above 0 if this rank has trained otherwise than the others can.
@@ -407,9 +417,9 @@ class LocalRounds:
         if step == round_.begun + round_.length:  # before a rank can be lost in the exchange
             self._set_round(self._round_after(step))
         for number in schedule.sends(step, round_):
-            self._compare(number, self.fragments[number].exchange)
+            agree = self._start_comparison(number, self.fragments[number].exchange)
             with self._evaluating():
-                self.fragments[number].send()
+                self.fragments[number].send(agree)
                 if not schedule.delay:
                     self._apply(number)
 
@@ -476,7 +486,7 @@ class LocalRounds:
             self.counters.clock = last.begun
             with self._evaluating():
                 if any(state.moved for state in states):
-                    fragment.send()
+                    fragment.send(lambda: None)  # they have agreed
                     self._apply(number)
                     fragment.hand_out(0.0)
                 else:
@@ -602,9 +612,17 @@ class LocalRounds:
         return ExchangeState(number, 0, 0, clock, 0, 0, 0, round_.begun, round_.length)
 
     def _compare(self, number: int, exchange: Exchange, upcoming: Round | None = None) -> States:
-        """Compare what the ranks are about to exchange; return the state of each.
+        """Compare what the ranks are about to exchange; see `_start_comparison`."""
+        return self._start_comparison(number, exchange, upcoming)()
 
-        So ranks never wait for what others do not send.
+    def _start_comparison(
+        self, number: int, exchange: Exchange, upcoming: Round | None = None
+    ) -> Callable[[], States]:
+        """Start to compare what the ranks are about to exchange; return what ends it.
+
+        So ranks never wait for what others do not send. What is returned waits for the slowest
+        rank, so what is done before it is called costs the others no time; it returns the state of
+        each rank.
 
         Args:
             number: of the fragment, or `WARMUP`.
@@ -623,7 +641,7 @@ class LocalRounds:
         if number != WARMUP:
             fragment = self.fragments[number]
             moved, digest = fragment.moved, fragment.digest()
-        states = self._gather(
+        wait = self._ranks.start_gather(
             self._state(number, upcoming or self.counters.round)._replace(
                 explicit=int(upcoming is not None),
                 exchanges=exchange.made,
@@ -632,11 +650,21 @@ class LocalRounds:
                 fault=self._ranks.fault(number, moved),
             )
         )
-        exchange.agree()
-        return states
+
+        def agree() -> States:
+            states = self._compared_states(wait())
+            exchange.agree()
+            return states
+
+        return agree
 
     def _gather(self, state: ExchangeState, counts_steps: bool = True) -> States:
-        rows = self._ranks.gather([*state])
+        return self._compared_states(self._ranks.start_gather([*state])(), counts_steps)
+
+    def _compared_states(
+        self, rows: Mapping[int, Sequence[int]], counts_steps: bool = True
+    ) -> States:
+        """Return the states that ranks have sent, by rank; raise an error if they differ."""
         states = {rank: ExchangeState(*row) for rank, row in rows.items()}
         if any(state.length < 0 for state in states.values()):
             self._ranks.compare_settings(self._failure)  # raises it, or says whose it is

@@ -141,6 +141,8 @@ class Variables(ObjectState):
         ObjectState.save(self)
 
     def restore(self) -> None:
+        for local in self._locals.values():
+            local.settle()  # after an error of Horovod's all that is on its way ends
         known = {id(v) for v, _ in self._copies}
         taped = [reducer for reducer, _ in reducers_over(self._variables)]
         drop_reducers(reducer for reducer in taped if id(reducer.steps) not in known)

@@ -111,8 +111,8 @@ class LocalSteps(tf.Module):
         warmup_steps: first steps, in which `reduce_gradients` averages gradients, dense.
         fragments: parts of the model that are exchanged in turn, `every / fragments` steps apart,
             so that traffic is even (Douillard et al. 2025, Streaming DiLoCo).
-        delay: steps between sending and applying. The result is that of Streaming DiLoCo, but on
-            TensorFlow nothing overlaps: the exchange blocks where it is sent.
+        delay: steps between sending and applying, which overlap with the exchange: it runs in a
+            thread of its own, but for the first one of each fragment.
         blend: weight of a rank's own variables where global ones arrive; 0.5 with a delay, else 0.
         buffers: variables that are not trained, such as running means; those in floating point are
             averaged after each exchange of all fragments. None leaves them to each rank.
@@ -335,6 +335,15 @@ class LocalSteps(tf.Module):
         _require_eager("exchange")
         self._machine.exchange()
 
+    def settle(self) -> None:
+        """Wait for what is on its way with a `delay`, if anything; it is applied when it is due.
+
+        Not needed before a checkpoint is saved or loaded, which waits by itself. All ranks have
+        sent by then, so one of them may call it alone.
+        """
+        for fragment in self._fragments:
+            fragment.settle()
+
     def restart(self) -> None:
         """Take this rank's variables as the global ones, after they were set in mid-training.
 
@@ -421,13 +430,27 @@ class LocalSteps(tf.Module):
     # -- what it keeps, and what it has done ---------------------------------------------------
 
     @property
+    def variables(self) -> Sequence[tf.Variable]:
+        """Return the variables that a checkpoint keeps, once nothing changes them any more."""
+        self.settle()
+        return super().variables
+
+    def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what TensorFlow is about to save or load, once nothing changes it any more."""
+        self.settle()
+        return super()._trackable_children(*args, **kwargs)
+
+    @property
     def title(self) -> str:
         """Return the prefix of the names of what the ranks compare."""
         return self._ranks.title
 
     @property
     def seconds_waited(self) -> float:
-        """Return the seconds in which steps stood still for exchanges, compressing included."""
+        """Return the seconds in which steps stood still for exchanges, compressing included.
+
+        What a `delay` lets overlap with steps is not in it.
+        """
         return sum(fragment.seconds_waited for fragment in self._fragments)
 
     @property
@@ -457,7 +480,8 @@ class LocalSteps(tf.Module):
 
     @property
     def reducers(self) -> list[GraphReducer]:
-        """Return the reducer of each fragment."""
+        """Return the reducer of each fragment, once none is at work any more."""
+        self.settle()
         return [fragment.reducer for fragment in self._fragments]
 
     @property

@@ -51,7 +51,8 @@ class Number(Fragment):
     def digest(self):
         return int(self.shared)
 
-    def send(self):
+    def send(self, agree):
+        agree()
         self.log.append(f"send {self.name}")
         self.sent = self.shared - self.x
 
@@ -100,11 +101,11 @@ class Channel:
         if refusal is not None:
             raise refusal
 
-    def gather(self, row):
+    def start_gather(self, row):
         other = list(row)
         for place, value in self.change.items():
             other[place] = value
-        return {0: list(row), 1: other}
+        return lambda: {0: list(row), 1: other}
 
     def fault(self, number, moved):
         return 0

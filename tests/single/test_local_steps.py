@@ -6,6 +6,7 @@ import copy
 import gc as gc_module
 import importlib
 import inspect
+from functools import partial
 
 import numpy as np
 import pytest
@@ -927,3 +928,96 @@ def test_whatever_is_called_in_inference_mode_makes_no_inference_tensors(kind, c
     outside = whole(run(2, lambda rank: work(rank, torch.no_grad)))
     np.testing.assert_array_equal(inside, outside)
     assert not made_in_inference_mode()
+
+
+COSTS = {  # collectives of a round, the comparison's included
+    "NoneCompressor()": 2,
+    "Int8Compressor(exchange='allgather')": 2,
+    "Int8Compressor(exchange='two_shot', feedback=True)": 3,
+    "ChunkedTopKCompressor(chunk=64, k=8, values='int4', decay=1)": 2,
+    "SparseGDCompressor(density=0.1)": 2,
+}
+
+
+@pytest.mark.parametrize("method", COSTS)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_round_has_one_collective_more_than_its_payload(method, delay):
+    def work(rank):
+        net = Net()
+        schedule = LocalSchedule(2, delay=delay)
+        optimizer = over(rank, net, schedule, AVERAGING, eval(method, vars(gc)))
+        train(rank, net, optimizer, 4 + delay)
+        before = rank._number
+        train(rank, net, optimizer, 6, first=5 + delay)
+        return (rank._number - before) / 3
+
+    assert whole(run(2, work)) == [COSTS[method]] * 2
+
+
+def test_a_rank_compresses_before_it_waits_for_the_others(monkeypatch):
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(2), AVERAGING, gc.Int8Compressor())
+        (fragment,) = optimizer._rounds.fragments
+        channel, started = optimizer._rounds._ranks, []
+        start = channel.start_gather
+
+        def watched(row):
+            wait = start(row)
+            return lambda: (started.append(fragment.exchange.started), wait())[1]
+
+        monkeypatch.setattr(channel, "start_gather", watched)
+        train(rank, net, optimizer, 4)
+        return started
+
+    assert whole(run(2, work)) == [[False, True, True]] * 2  # the first compares the models
+
+
+@pytest.mark.parametrize("method", COSTS)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_error_of_the_comparison_loses_nothing(method, delay):
+    """The compressor has run by then; what it keeps is as before, and ranks go on."""
+
+    def work(rank, fails):
+        net = Net()
+        schedule = LocalSchedule(3, delay=delay, blend=0.0)
+        optimizer = over(rank, net, schedule, AVERAGING, eval(method, vars(gc)))
+        train(rank, net, optimizer, 5)
+        fragment = optimizer._rounds.fragments[0]
+        changed = fragment.copies[0].detach()
+        before, kept = changed.clone(), copy.deepcopy(fragment.exchange.save("sharded"))
+        net.set_gradients(gradient(rank.rank, 6, net.flat()))
+        if fails:
+            changed[1] += rank.rank
+            with pytest.raises(DivergedError):
+                optimizer.step()
+            changed.copy_(before)
+            assert not fragment.in_flight
+            assert_equal_states(fragment.exchange.save("sharded"), kept)
+        else:
+            optimizer.step()
+        optimizer.exchange()
+        train(rank, net, optimizer, 7, first=7)
+        return net.flat(), globals_of(optimizer)
+
+    failed, as_ever = (whole(run(2, partial(work, fails=fails))) for fails in (True, False))
+    for one, other in zip(failed, as_ever):
+        for x, y in zip(one, other):
+            np.testing.assert_array_equal(x, y)
+
+
+def assert_equal_states(one, other):
+    """Compare nested states, to the bit."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal_states(one[key], other[key])
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other)
+        for x, y in zip(one, other):
+            assert_equal_states(x, y)
+    else:
+        assert one == other

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 
 import keras
@@ -923,3 +924,71 @@ def test_fit_refuses_other_models():
         fit(compiled(), two)
     with pytest.raises(ValueError, match="every must"):
         hvd_keras.callbacks.LocalSteps(every=0)
+
+
+def delayed(monkeypatch, reduces):
+    """Return variables and their local steps, which are to send next; `reduces` calls what does."""
+    variables = network()
+    local = hvd.LocalSteps(variables, 4, compression=hvd.SparseGDCompressor(0.1), delay=2)
+    train(variables, local, 7)
+    (reducer,) = local.reducers
+    stock = reducer.reduce
+    monkeypatch.setattr(reducer, "reduce", lambda gradients: reduces(lambda: stock(gradients)))
+    return variables, local
+
+
+def as_ever(steps):
+    return trained(steps, 4, compression=hvd.SparseGDCompressor(0.1), delay=2)
+
+
+def assert_equal(variables, local, others, other):
+    np.testing.assert_array_equal(flat(variables), flat(others))
+    for a, b in zip(local.variables, other.variables):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def test_steps_go_on_while_an_exchange_is_on_its_way(monkeypatch):
+    arrives, in_time = threading.Event(), []
+
+    def reduces(reduce):
+        in_time.append(arrives.wait(60))
+        return reduce()
+
+    variables, local = delayed(monkeypatch, reduces)
+    train(variables, local, 2, 8)
+    assert not in_time and not local.is_exchanged
+    arrives.set()
+    train(variables, local, 1, 10)
+    assert in_time == [True]
+    assert_equal(variables, local, *as_ever(10))
+
+
+def test_a_checkpoint_waits_for_what_is_on_its_way(monkeypatch, tmp_path):
+    """Also one that is loaded: what arrives later must not change it."""
+
+    def reduces(reduce):
+        time.sleep(0.3)
+        return reduce()
+
+    variables, local = delayed(monkeypatch, reduces)
+    keeper = tf.train.Checkpoint(local=local, variables=variables)
+    train(variables, local, 1, 8)
+    path = keeper.save(str(tmp_path / "state"))
+    train(variables, local, 8, 9)  # another exchange is on its way after step 16
+    assert local._fragments[0]._call is not None
+    keeper.restore(path).assert_consumed()
+    assert local.steps_made == 8 and not local.is_exchanged
+    train(variables, local, 4, 9)
+    assert_equal(variables, local, *as_ever(12))
+
+
+def test_an_error_on_the_way_is_raised_where_the_result_is_due(monkeypatch):
+    def reduces(reduce):
+        raise ArithmeticError("lost")
+
+    variables, local = delayed(monkeypatch, reduces)
+    train(variables, local, 2, 8)
+    with pytest.raises(ArithmeticError, match="lost"):
+        train(variables, local, 1, 10)
+    local.restart()
+    assert local.is_exchanged

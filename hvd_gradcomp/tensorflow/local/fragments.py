@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
@@ -16,13 +17,14 @@ import tensorflow as tf
 from hvd_gradcomp.algorithms.combined.local_steps import OuterSGD
 from hvd_gradcomp.algorithms.combined.round_length import FIRST, Round
 from hvd_gradcomp.ops import NonFiniteGradientError
-from hvd_gradcomp.runtime.local_rounds import Exchange, Fragment
+from hvd_gradcomp.runtime.local_rounds import Agreement, Exchange, Fragment
+from hvd_gradcomp.tensorflow.interop.background_call import BackgroundCall
 from hvd_gradcomp.tensorflow.interop.moving_averages import GlobalAverages, MovingAverage
 from hvd_gradcomp.tensorflow.interop.variables import new_variable, plain_variable, where_set
 from hvd_gradcomp.tensorflow.reduce import checksums
 from hvd_gradcomp.tensorflow.reduce.reducer import GraphReducer
 
-_NOTHING, _MEANS, _NOT_FINITE = range(3)  # what is in flight, of a fragment
+_NOTHING, _MEANS, _NOT_FINITE, _FAILED = range(4)  # what is in flight, of a fragment
 
 
 def _count(name: str) -> Any:
@@ -88,7 +90,10 @@ class GraphExchange(Exchange):
 
 
 class GraphFragment(Fragment):
-    """Fragment of variables; a collective blocks, so an exchange ends where it is sent.
+    """Fragment of variables; what is applied later is exchanged in a thread of its own.
+
+    A collective blocks its thread. Until it has ended, the thread changes variables of the reducer:
+    whoever reads or sets what checkpoints keep calls `settle` before.
 
     The variables are created here, and the global ones are those of this rank.
 
@@ -107,7 +112,7 @@ class GraphFragment(Fragment):
         sources, reducer: as given.
         copies: the global variables, in float32 if the model's are narrower.
         averages: moving averages of the global variables, where the inner optimizer keeps such.
-        seconds_waited: in exchanges, compressing included.
+        seconds_waited: in which steps stood still for exchanges, compressing included.
     """
 
     def __init__(
@@ -134,6 +139,8 @@ class GraphFragment(Fragment):
         self._velocities = created("velocity", bool(outer.momentum))
         self._means = created("mean", is_delayed)  # reduced, and yet to be applied
         self._reduced: Sequence[Any] | None = None  # the same without a delay
+        self._call: BackgroundCall | None = None  # an exchange that has not ended
+        self._failure: Exception | None = None  # of one that has
         self.averages = GlobalAverages(sources, self.copies, averages, every)
         self.seconds_waited = 0.0
         self.take_copies(keeps_equal=False)
@@ -165,7 +172,7 @@ class GraphFragment(Fragment):
 
     @property
     def in_flight(self) -> bool:
-        return self._sent != _NOTHING
+        return self._call is not None or self._sent != _NOTHING
 
     def digest(self) -> int:
         values = [v.read_value() for v in self._shared]
@@ -191,38 +198,78 @@ class GraphFragment(Fragment):
             for v, c, value in zip(self.sources, self.copies, self._values())
         ]
 
-    def send(self) -> None:
-        means = self._reduce()
-        if not self._means:
-            self._reduced = means
+    def send(self, agree: Agreement) -> None:
+        pseudogradients, steps = self._pseudogradients(), self._counters.steps
+        agree()
+
+        def reduce() -> Sequence[Any] | None:
+            return self._reduce(pseudogradients, steps)
+
+        if self._means and self.reducer.agreed:  # the first one compares settings, and is traced
+            self._call = BackgroundCall(reduce, "gradcomp-local")
             return
+        with self._waiting():
+            means = reduce()
+        if self._means:
+            self._keep(means)
+        else:
+            self._reduced = means
+
+    def _reduce(self, pseudogradients: Sequence[Any], steps: int) -> Sequence[Any] | None:
+        try:
+            means = self.reducer.reduce(pseudogradients)
+        except NonFiniteGradientError as error:
+            raise NonFiniteGradientError(
+                f"variables of some rank are not finite at the exchange after {steps} local steps. "
+                "Look for what made them so; with nonfinite='skip' all ranks go back to the global "
+                "variables"
+            ) from error
+        return means if bool(self.reducer.finite) else None
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds_waited += time.perf_counter() - begin
+
+    def settle(self) -> None:
+        """Wait for the exchange that is on its way, if any; then all variables are complete.
+
+        An error of it is raised where the result is due.
+        """
+        call, self._call = self._call, None
+        if call is None:
+            return
+        with self._waiting():
+            try:
+                means = call.wait()
+            except Exception as error:
+                self._failure, self._sent = error, _FAILED
+                return
+        self._keep(means)
+
+    def _keep(self, means: Sequence[Any] | None) -> None:
+        """Keep what was reduced until it is applied."""
         self._sent = _NOT_FINITE if means is None else _MEANS
         for kept, mean in zip(self._means, means or ()):
             kept.assign(tf.zeros_like(kept) if mean is None else mean)
-
-    def _reduce(self) -> Sequence[Any] | None:
-        begin = time.perf_counter()
-        try:
-            means = self.reducer.reduce(self._pseudogradients())
-        except NonFiniteGradientError as error:
-            raise NonFiniteGradientError(
-                f"variables of some rank are not finite at the exchange after "
-                f"{self._counters.steps} local steps. Look for what made them so; with "
-                "nonfinite='skip' all ranks go back to the global variables"
-            ) from error
-        finally:
-            self.seconds_waited += time.perf_counter() - begin
-        return means if bool(self.reducer.finite) else None
 
     def receive(self) -> Sequence[Any] | None:
         if not self._means:
             means, self._reduced = self._reduced, None
             return means
+        self.settle()
+        failure, self._failure = self._failure, None
         content, self._sent = self._sent, _NOTHING
+        if content == _FAILED and failure is not None:  # and nothing was loaded since
+            raise failure
         return [m.read_value() for m in self._means] if content == _MEANS else None
 
     def drop(self) -> None:
-        self._sent = _NOTHING
+        self.settle()
+        self._sent, self._failure = _NOTHING, None
 
     def step(self, means: Sequence[Any]) -> None:
         """Step the outer optimizer by reduced pseudogradients; None stays where it is.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -69,8 +69,13 @@ class GraphRankChannel:
         self._averages.connect(self.title, self._reducers[0].participants)
 
     def gather(self, row: Sequence[int]) -> dict[int, list[int]]:
+        """Gather as many numbers from every rank, by rank."""
         rows = self._gather(list(row), list[int])
         return dict(zip(self._process_set.ranks or range(len(rows)), rows))
+
+    def start_gather(self, row: Sequence[int]) -> Callable[[], dict[int, list[int]]]:
+        rows = self.gather(row)  # an eager collective waits where it is made
+        return lambda: rows
 
     def fault(self, number: int, moved: int) -> int:
         """Return 1 if this rank has averaged no gradients in its host, and had to."""

@@ -11,7 +11,7 @@ from hvd_gradcomp.runtime.local_rounds import DenseMeans
 from hvd_gradcomp.torch.interop.shards import local_part
 from hvd_gradcomp.torch.local.fragment import Connect
 from hvd_gradcomp.torch.local.outer import wide
-from hvd_gradcomp.torch.local.tensor_exchange import TensorExchange
+from hvd_gradcomp.torch.local.tensor_exchange import TensorExchange, copied
 from hvd_gradcomp.torch.reduce.options import ExchangeOptions
 
 
@@ -48,7 +48,7 @@ class BufferMeans(DenseMeans):
         self.exchange = mean_exchange(named, connect, "buffers")
 
     def average(self) -> list[torch.Tensor] | None:
-        self.exchange.start(self._buffers)
+        self.exchange.start(copied(self._buffers))
         return self.exchange.finish()
 
     def apply(self, means: Sequence[torch.Tensor]) -> None:

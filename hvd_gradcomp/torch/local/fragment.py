@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.algorithms.combined.local_steps import cut
-from hvd_gradcomp.runtime.local_rounds import Fragment
+from hvd_gradcomp.runtime.local_rounds import Agreement, Fragment
 from hvd_gradcomp.torch.interop.shards import local_part
 from hvd_gradcomp.torch.local.max_norm import Table, shortened, tables_of, was_shortened
 from hvd_gradcomp.torch.local.outer import OuterOptimizer
 from hvd_gradcomp.torch.local.sharding import Sharding
-from hvd_gradcomp.torch.local.tensor_exchange import Connection, TensorExchange
+from hvd_gradcomp.torch.local.tensor_exchange import Connection, TensorExchange, copied
 from hvd_gradcomp.torch.reduce.bucket import Named, as_real
 from hvd_gradcomp.torch.reduce.options import ExchangeOptions
 from hvd_gradcomp.torch.reduce.reducer import sum_of_bits
@@ -35,10 +35,11 @@ class TensorFragment(Fragment):
         outer: the optimizer that moves them.
         exchange: of the pseudogradients.
         tables: embeddings with `max_norm` among the parameters, by place.
+        keeps_sent: keep the pseudogradients in flight, where steps are made before they arrive.
 
     Attributes:
         parameters, copies, exchange: as given.
-        sent: pseudogradients in flight; None if none are.
+        sent: pseudogradients in flight; None if none are, or they are not kept.
     """
 
     exchange: TensorExchange
@@ -50,15 +51,16 @@ class TensorFragment(Fragment):
         outer: OuterOptimizer,
         exchange: TensorExchange,
         tables: dict[int, Table],
+        keeps_sent: bool,
     ) -> None:
         self.parameters, self.copies, self.exchange = parameters, copies, exchange
-        self._outer, self._tables = outer, tables
+        self._outer, self._tables, self._keeps_sent = outer, tables, keeps_sent
         self.sent: list[torch.Tensor] | None = None
         self.moved = 0
 
     @property
     def in_flight(self) -> bool:
-        return self.sent is not None
+        return self.sent is not None or self.exchange.started
 
     @property
     def _parts(self) -> list[torch.Tensor]:
@@ -70,27 +72,33 @@ class TensorFragment(Fragment):
 
     # -- an exchange ---------------------------------------------------------------------------
 
-    def _pseudogradients(self) -> list[torch.Tensor]:
-        """Return the global parameters minus those of this rank; zeros where nothing trains.
+    def _write_pseudogradient(self, place: int, memory: torch.Tensor) -> None:
+        """Write the global parameter minus that of this rank; zeros where nothing trains.
 
         In the model's precision, with which the ranks began: what only the copies can express is
         not taken back.
         """
-        return [
-            c.detach().to(p.dtype).to(c.dtype) - local_part(p)
-            if p.requires_grad
-            else torch.zeros_like(c)
-            for c, p in zip(self.copies, self.parameters)
-        ]
+        c, p = self.copies[place].detach(), self.parameters[place]
+        if p.requires_grad:
+            begun = c.to(p.dtype).to(c.dtype)
+            torch.sub(as_real(begun), as_real(local_part(p)), out=memory)
+        else:
+            memory.zero_()
 
     @torch.no_grad()
-    def send(self) -> None:
-        self.sent = self._pseudogradients()
-        self.exchange.start(self.sent)
+    def send(self, agree: Agreement) -> None:
+        if not self._keeps_sent:
+            self.exchange.start(self._write_pseudogradient, agree)
+            return
+        sent = [torch.zeros_like(c, requires_grad=False) for c in self.copies]
+        for place, x in enumerate(sent):
+            self._write_pseudogradient(place, as_real(x))
+        self.exchange.start(copied(sent), agree)
+        self.sent = sent
 
     def resume(self) -> None:
         if self.sent is not None and not self.exchange.started:
-            self.exchange.start(self.sent)
+            self.exchange.start(copied(self.sent))
 
     def receive(self) -> list[torch.Tensor] | None:
         self.sent = None
@@ -137,6 +145,8 @@ class TensorFragment(Fragment):
         if self.moved:
             return
         for place, (c, part) in enumerate(zip(self.copies, self._parts)):
+            if part.device.type == "cpu" and torch.equal(*_bits(part, c)):  # nearly always
+                continue
             is_set = _differs(part, c)
             if place in self._tables:
                 rows = c.detach().to(part.dtype)
@@ -201,10 +211,16 @@ class TensorFragment(Fragment):
 
 def _differs(p: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """Return True where parameters have other bits than global ones in the model's precision."""
+    local, shared = _bits(p, c)
+    differs = local != shared
+    return differs.any(-1) if p.is_complex() else differs
+
+
+def _bits(p: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the bits of parameters, and of global ones in the model's precision, as integers."""
     local, shared = as_real(p), as_real(c.detach().to(p.dtype))
     bits = _BITS[local.element_size()]
-    differs = local.view(bits) != shared.view(bits)
-    return differs.any(-1) if p.is_complex() else differs
+    return local.view(bits), shared.view(bits)
 
 
 def without_local(saved: dict[str, Any]) -> dict[str, Any]:
@@ -230,6 +246,7 @@ def make_fragments(
     connect: Connect,
     options: ExchangeOptions,
     settings: str,
+    keeps_sent: bool,
 ) -> list[TensorFragment]:
     """Cut a model into fragments of about as many elements each.
 
@@ -241,6 +258,7 @@ def make_fragments(
         connect: returns the connection of each exchange.
         options: of the exchanges.
         settings: that must be equal on all ranks.
+        keeps_sent: see `TensorFragment`.
 
     Raises:
         ValueError: there are fewer units than fragments; the compressor cannot take them.
@@ -256,7 +274,8 @@ def make_fragments(
         connection = connect(f"local{place}")
         exchange = TensorExchange(shapes, owners, outer.compressor, connection, options, settings)
         inside = {at - part.start: tables[at] for at in part if at in tables}
-        fragment = TensorFragment([p for _, p in owners], copies, outer, exchange, inside)
+        parameters = [p for _, p in owners]
+        fragment = TensorFragment(parameters, copies, outer, exchange, inside, keeps_sent)
         fragment.take_copies()
         fragments.append(fragment)
     return fragments

@@ -129,7 +129,14 @@ class LocalStepsOptimizer(WrappedOptimizer):
         options = ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite=nonfinite, scaler=False)
         units = [1] * len(named) if sharding is None else lengths_of_units(self._names, sharding)
         self._fragments = make_fragments(
-            named, units, self._outer, schedule.fragments, connect, options, self.settings
+            named,
+            units,
+            self._outer,
+            schedule.fragments,
+            connect,
+            options,
+            self.settings,
+            keeps_sent=schedule.delay > 0,
         )
         self._warmup: WarmUp | None = None
         self._buffers: BufferMeans | None = None

@@ -29,7 +29,12 @@ from hvd_gradcomp.torch.local.fixed_variance import FixedVarianceAdam
 from hvd_gradcomp.torch.local.fragment import digest as digest_of
 from hvd_gradcomp.torch.local.ranks import REMEDY
 from hvd_gradcomp.torch.local.sharding import Sharding
-from hvd_gradcomp.torch.local.tensor_exchange import Connection, RankSync, TensorExchange
+from hvd_gradcomp.torch.local.tensor_exchange import (
+    Connection,
+    RankSync,
+    TensorExchange,
+    copied,
+)
 from hvd_gradcomp.torch.local.warmup import WarmUp
 from hvd_gradcomp.torch.local.wrapped_optimizer import (
     KEPT,
@@ -150,7 +155,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
 
     @torch.no_grad()
     def _average_momenta(self) -> list[torch.Tensor] | None:
-        self._momenta.start(self._adam.local_momenta([p for _, p in self._named]))
+        self._momenta.start(copied(self._adam.local_momenta([p for _, p in self._named])))
         return self._momenta.finish()
 
     def _compare(self, exchange: TensorExchange) -> None:
@@ -165,7 +170,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
             digest=digest,
             fault=thawed(self.inner, known),
         )
-        rows = self._sync.gather([*header])
+        rows = self._sync.start_gather([*header])()
         headers = {rank: StepHeader(*row) for rank, row in rows.items()}
         if error := compare(headers):
             self._sync.compare_settings(self._settings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -42,8 +42,8 @@ class TensorRankChannel:
     def compare_settings(self, refusal: Exception | None) -> None:
         self._sync.compare_settings(self._settings, refusal)
 
-    def gather(self, row: Sequence[int]) -> dict[int, list[int]]:
-        return self._sync.gather([*row])
+    def start_gather(self, row: Sequence[int]) -> Callable[[], dict[int, list[int]]]:
+        return self._sync.start_gather(row)
 
     def fault(self, number: int, moved: int) -> int:
         """Return the number of parameters that train, and are not exchanged."""

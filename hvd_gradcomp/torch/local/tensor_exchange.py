@@ -18,16 +18,23 @@ from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime import config_check, errors
 from hvd_gradcomp.runtime.config_check import Description
-from hvd_gradcomp.runtime.local_rounds import Exchange
+from hvd_gradcomp.runtime.local_rounds import Agreement, Exchange
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.runtime.stall_inspector import StallChannel
 from hvd_gradcomp.runtime.step_header import SIZE
 from hvd_gradcomp.torch.reduce.backend import Backend
-from hvd_gradcomp.torch.reduce.bucket import Named
+from hvd_gradcomp.torch.reduce.bucket import Named, as_real
 from hvd_gradcomp.torch.reduce.bucketing import BucketPlanner, layers_of
 from hvd_gradcomp.torch.reduce.options import ExchangeOptions
 from hvd_gradcomp.torch.reduce.reducer import Reducer
 from hvd_gradcomp.torch.reduce.step_sync import ConfigCheck
+
+Write = Callable[[int, torch.Tensor], object]  # writes one of several tensors into some memory
+
+
+def copied(tensors: Sequence[torch.Tensor]) -> Write:
+    """Return what writes copies of tensors; see `TensorExchange.start`."""
+    return lambda place, memory: memory.copy_(as_real(tensors[place]))
 
 
 @dataclass(frozen=True)
@@ -105,11 +112,14 @@ class RankSync:
         ranks = self._connection.participants.process_set.ranks
         config_check.compare(settings, self._gather, ranks, refusal)
 
-    def gather(self, row: Sequence[int]) -> dict[int, list[int]]:
-        """Gather a row of integers from every rank, by rank; at most as many as a header has.
+    def start_gather(self, row: Sequence[int]) -> Callable[[], dict[int, list[int]]]:
+        """Start to gather a row of integers from every rank; at most as many as a header has.
 
         In one collective of one size, whatever ranks are about to do: over a long link it takes as
         long as the link's latency.
+
+        Returns:
+            A function that waits for the rows of all ranks, by rank.
         """
         stalls, transport = self._connection.stalls, self._connection.transport
         reported = int(stalls is not None and stalls.pending)
@@ -118,11 +128,16 @@ class RankSync:
         group = self._connection.participants.process_set
         with self._explained():
             pending = transport.allgather(tensor, f"{transport.name}.header", group)
-            rows = transport.wait(pending).tolist()
-        if stalls is not None and any(reported for reported, *_ in rows):
-            stalls.complete()
-        ranks = group.ranks or range(len(rows))
-        return {rank: each[1 : 1 + len(row)] for rank, each in zip(ranks, rows)}
+
+        def wait() -> dict[int, list[int]]:
+            with self._explained():
+                rows = transport.wait(pending).tolist()
+            if stalls is not None and any(reported for reported, *_ in rows):
+                stalls.complete()
+            ranks = group.ranks or range(len(rows))
+            return {rank: each[1 : 1 + len(row)] for rank, each in zip(ranks, rows)}
+
+        return wait
 
     def _gather(self, item: Any, kind: Any) -> list[Any]:
         with self._explained():
@@ -206,21 +221,41 @@ class TensorExchange(Exchange):
         self._check.reached = False
 
     @torch.no_grad()
-    def start(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Start the exchange of these tensors, one for each parameter, which are copied.
+    def start(self, write: Write, agree: Agreement = lambda: None) -> None:
+        """Start the exchange of a tensor for each parameter.
+
+        Args:
+            write: writes the tensor of a parameter into the memory from which it is sent; takes
+                the parameter's place and the memory, real and [..., 2] if the parameter is complex.
+            agree: called once, before anything is sent; the first bucket is compressed by then.
 
         Raises:
-            Exception: of a program; ranks that wait for this one fail.
+            Exception: of a program; ranks that wait for this one fail. Or of `agree`, which has to
+                raise on all ranks alike: the state is as before then.
         """
-        reducer = self.reducer
-        reducer.begin_step()
+        reducer, refusals = self.reducer, []
+
+        def agree_once() -> None:
+            try:
+                agree()
+            except Exception as error:
+                refusals.append(error)
+                raise
+
+        reducer.begin_step(agree_once)
         reducer.planner.warn_if_unprofitable()
         try:
-            for p, tensor in zip(self._shapes, tensors):
+            for place, p in enumerate(self._shapes):
                 if p.numel():
-                    reducer.mark_ready(p, tensor)
-        except Exception:
-            self._give_up()
+                    memory = reducer.memory_of(p)
+                    write(place, memory)
+                    reducer.mark_ready(p, memory)
+            reducer.programs.agree()  # there may be nothing to send
+        except Exception as error:
+            if error in refusals:
+                reducer.abort()
+            else:
+                self._give_up()
             raise
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ import torch
 
 from hvd_gradcomp.runtime.local_rounds import DenseMeans
 from hvd_gradcomp.torch.interop.shards import local_part, sharded_like
-from hvd_gradcomp.torch.local.tensor_exchange import TensorExchange
+from hvd_gradcomp.torch.local.tensor_exchange import TensorExchange, copied
 
 
 class WarmUp(DenseMeans):
@@ -35,7 +35,7 @@ class WarmUp(DenseMeans):
 
     @torch.no_grad()
     def average(self) -> list[torch.Tensor] | None:
-        self.exchange.start([dense_gradient(p) for p in self._parameters])
+        self.exchange.start(copied([dense_gradient(p) for p in self._parameters]))
         return self.exchange.finish()
 
     def apply(self, means: Sequence[torch.Tensor]) -> None:

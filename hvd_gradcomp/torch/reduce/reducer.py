@@ -121,6 +121,7 @@ class BucketPrograms:
         self._planner, self._transport, self._participants = planner, transport, participants
         self._traffic, self._in_order, self._step = traffic, in_order, 0
         self._collectives = CollectiveRunner(transport, traffic, participants)
+        self._agree: Callable[[], object] | None = None
         self.errors: list[Exception] = []
 
     @property
@@ -132,6 +133,16 @@ class BucketPrograms:
         """Return the errors of this step, and clear them."""
         errors, self.errors = self.errors, []
         return errors
+
+    def begin_step(self, agree: Callable[[], object] | None) -> None:
+        """Begin a step, with what is to be called before its first collective; None for nothing."""
+        self._agree = agree
+
+    def agree(self) -> None:
+        """Call what precedes the first collective of the step, unless it was called already."""
+        agree, self._agree = self._agree, None
+        if agree is not None:
+            agree()
 
     def ready(self, filled: Bucket) -> Iterator[Bucket]:
         """Yield buckets whose program can start, now that a gradient of `filled` has arrived."""
@@ -185,6 +196,7 @@ class BucketPrograms:
         self._send(bucket, request)
 
     def _send(self, bucket: Bucket, request: Collective) -> None:
+        self.agree()
         try:
             bucket.sent = self._submit(bucket, request)
         except self._transport.failure as error:
@@ -385,9 +397,15 @@ class Reducer:
 
     # -- one step ------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """Commit the last step; fix the loss scale and the non-finite policy of this one."""
+    def begin_step(self, agree: Callable[[], object] | None = None) -> None:
+        """Commit the last step; fix the loss scale and the non-finite policy of this one.
+
+        Args:
+            agree: called once before anything is sent, while the first bucket is compressed
+                already; an error ends the step.
+        """
         self.commit()
+        self.programs.begin_step(agree)
         scaled = self.scaling.begin_step()
         if not self.joined:  # then other ranks scale their loss, or do not, as before
             self.policy = self._nonfinite or ("skip" if scaled else "raise")
@@ -404,6 +422,16 @@ class Reducer:
         if self._nonfinite is None:
             self.policy = "skip" if rolls_back else "raise"
 
+    def memory_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """Return the memory of a gradient in its bucket, real and [..., 2] if it is complex.
+
+        Who writes a gradient there passes this memory to `mark_ready`, which does not copy then.
+        """
+        bucket, slot = self.planner.places[parameter]
+        if self._releases:
+            bucket.allocate()
+        return bucket.views[slot]
+
     def mark_ready(
         self, parameter: torch.nn.Parameter, gradient: torch.Tensor | None, weight: float = 1.0
     ) -> None:
@@ -411,7 +439,8 @@ class Reducer:
 
         Args:
             parameter: has the gradient.
-            gradient: dense, of the parameter's shape or one number; None stands for zero.
+            gradient: dense, of the parameter's shape or one number; None stands for zero. May be
+                what `memory_of` has returned in this step.
             weight: factor of the gradient, applied in the bucket's precision.
         """
         bucket, slot = self.planner.places[parameter]
