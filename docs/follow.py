@@ -26,7 +26,9 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from threading import Timer
 from typing import NamedTuple
@@ -40,6 +42,7 @@ REASONS = {
 }
 LANGUAGES = {"console", "python", "diff", "text", "toml"}
 MARK = "\x1e"
+_GRACE = 30  # seconds between the request to end and the end
 _FENCE = re.compile(r"^(?P<fence>`{3,})(?:\{code-block\} *)?(?P<language>[\w-]+)$")
 _OPTION = re.compile(r"^:(?P<name>[\w-]+):(?: +(?P<value>.*))?$")
 _NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
@@ -239,7 +242,15 @@ def follow(
 
 def _after(seconds: float, job: subprocess.Popen[bytes]) -> Timer:
     """A timer that ends what hangs, and all that it has started."""
-    timer = Timer(seconds, lambda: os.killpg(job.pid, signal.SIGKILL))
+
+    def end() -> None:
+        # Its ranks are in sessions of their own: torchrun ends them where it is asked to.
+        for number, pause in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, 0)):
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid, number)
+            time.sleep(pause)
+
+    timer = Timer(seconds, end)
     timer.daemon = True
     timer.start()
     return timer

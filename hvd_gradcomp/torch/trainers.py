@@ -152,7 +152,8 @@ def local_steps(
     elif library == "accelerate":
         _locally_in_accelerate(trainer, training)
     else:
-        _locally_in_lightning(trainer, training, import_module(package).Callback)
+        precision = import_module(f"{package}.plugins").Precision
+        _locally_in_lightning(trainer, training, import_module(package).Callback, precision)
     return training
 
 
@@ -653,14 +654,17 @@ def _exchange_before(library: Any, name: str, training: LocalTraining) -> None:
 def _wrap_optimizer(accelerator: Any, training: LocalTraining) -> None:
     """Let local steps begin with the model and the optimizer that an Accelerator prepares.
 
-    Its optimizer stays around ours: it knows which pass of several is a step, and the scaler.
+    Its optimizer stays around ours: it knows which pass of several is a step, and the scaler. After
+    `free_memory`, which libraries call between two trainings, another model begins another one.
     """
     models: list[Any] = []
     optimizers: list[Any] = []
-    prepare = accelerator.prepare
+    begun_with: Any = None
+    prepare, free_memory = accelerator.prepare, accelerator.free_memory
 
     @functools.wraps(prepare)
     def prepare_locally(*arguments: Any, **named: Any) -> Any:
+        nonlocal begun_with
         prepared = prepare(*arguments, **named)
         for each in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
             known = models if isinstance(each, torch.nn.Module) else optimizers
@@ -669,15 +673,24 @@ def _wrap_optimizer(accelerator: Any, training: LocalTraining) -> None:
         if len(models) > 1 or len(optimizers) > 1:
             raise ValueError(
                 f"the Accelerator prepares {len(models)} models and {len(optimizers)} optimizers, "
-                "and trainers.local_steps is for one of each: call ddp.local_steps in a loop of "
-                "your own"
+                "and trainers.local_steps is for one of each: call accelerator.free_memory() "
+                "between two trainings, or ddp.local_steps in a loop of your own"
             )
-        if models and optimizers and not training.begun:
-            (model,), (optimizer,) = models, optimizers
-            optimizer.__setstate__({"optimizer": training.begin(model, optimizer.optimizer)})
+        if models and optimizers and models[0] is not begun_with:
+            (begun_with,), (optimizer,) = models, optimizers
+            plain = optimizer.optimizer
+            if isinstance(plain, LocalStepsOptimizer):  # its model was wrapped anew
+                plain = plain.inner
+            optimizer.__setstate__({"optimizer": training.begin(begun_with, plain)})
         return prepared
 
-    accelerator.prepare = prepare_locally
+    @functools.wraps(free_memory)
+    def forget(*objects: Any) -> Any:
+        models.clear()
+        optimizers.clear()
+        return free_memory(*objects)
+
+    accelerator.prepare, accelerator.free_memory = prepare_locally, forget
 
 
 def _trains(prepared: Any) -> bool:
@@ -794,7 +807,21 @@ def _into_lightning(trainer: Any, training: CompressedTraining, callback: Any) -
     trainer.callbacks.append(Compression())
 
 
-def _locally_in_lightning(trainer: Any, training: LocalTraining, callback: Any) -> None:
+def _scaler_of(trainer: Any) -> Any:
+    """Return the GradScaler of a Lightning trainer; None if it does not scale."""
+    return getattr(trainer.precision_plugin, "scaler", None)
+
+
+def _locally_in_lightning(
+    trainer: Any, training: LocalTraining, callback: Any, precision: Any
+) -> None:
+    """Let a Lightning trainer step locally.
+
+    Args:
+        trainer, training: as in `local_steps`.
+        callback, precision: Lightning's base classes of callbacks, and of plugins for precision.
+    """
+
     class Locally(_callback_of(callback, training)):  # type: ignore[misc]
         begun_with: Any = None  # the model of the strategy, which each `fit` wraps anew
 
@@ -811,6 +838,14 @@ def _locally_in_lightning(trainer: Any, training: LocalTraining, callback: Any) 
             strategy.optimizers = [training.begin(strategy.model, strategy.optimizers[0])]
             self.begun_with = strategy.model
 
+        def on_before_optimizer_step(
+            self, trainer: Any, pl_module: Any, optimizer: torch.optim.Optimizer
+        ) -> None:
+            """Unscale gradients before they are clipped, as the library does for a plain one."""
+            del pl_module
+            if (scaler := _scaler_of(trainer)) is not None:
+                scaler.unscale_(optimizer)
+
         def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
             del trainer, pl_module
             training.exchange()
@@ -823,5 +858,9 @@ def _locally_in_lightning(trainer: Any, training: LocalTraining, callback: Any) 
             del trainer, pl_module
             training.exchange()
 
+    if _scaler_of(trainer) is not None:
+        # Its own refuses to clip for an optimizer whose step takes scaled gradients.
+        plugin = trainer.precision_plugin
+        plugin.clip_gradients = functools.partial(precision.clip_gradients, plugin)
     _exchange_before(trainer, "save_checkpoint", training)
     trainer.callbacks.insert(0, Locally())  # before those that save and evaluate

@@ -105,13 +105,15 @@ def test_libraries_that_wrap_the_model_themselves(tmp_path):
         assert len(ratios) >= 3 and min(ratios) > 2, result["logged"]
 
 
+@pytest.mark.timeout(900)  # for the machine that runs other tests beside it
 def test_libraries_whose_ranks_step_alone(tmp_path):
     """Under torchrun, with `trainers.local_steps`: docs/tutorial/trainers.md."""
     installed = [name for name, package in WRAPPING.items() if importlib.util.find_spec(package)]
     if not installed:
         pytest.skip("none of them is installed")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    passes(*torchrun, "-m", "tests.clients.with_local_steps", str(tmp_path), *installed)
+    trains = "-m", "tests.clients.with_local_steps", str(tmp_path), *installed
+    passes(*torchrun, *trains, timeout=800)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert list(results[0]) == installed
     for library, result in results[0].items():
@@ -124,14 +126,20 @@ def test_libraries_whose_ranks_step_alone(tmp_path):
             assert outcome["evaluated"] == others[name]["evaluated"], "between exchanges"
             assert outcome["ratio"] > 1.2, (library, name, outcome)
             assert len(outcome["logged"]) >= 4, outcome["logged"]
-        straight, again = result["resumed"]
+        straight, again, broken = result["resumed"]
         assert straight == again == results[1][library]["resumed"][0], "it does not resume"
+        assert straight == broken, "it does not resume after it was interrupted"
+        scaled = result["scaled"]
+        assert scaled["off"] < 1e-6 and scaled["steps"] == 8, (library, scaled)
+        assert scaled == results[1][library]["scaled"], library
         if library != "lightning":
             for each in results:
                 assert "no state of local steps of rank 1" in each[library]["missing"]
     if "trainer" in results[0]:
         loaded, best = results[0]["trainer"]["best"]
         assert loaded == best, "the best model is not what was evaluated"
+        first, second = results[0]["trainer"]["twice"]
+        assert first == second, "a second training goes on from the first one"
 
 
 def test_libraries_that_shard_the_model_themselves(tmp_path):

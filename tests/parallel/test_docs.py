@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -24,6 +25,7 @@ PAGES = sorted(
 
 # What these two run is run by other tests as well: `compare`, and the recipes of `test_clients`.
 LONG = {"choosing", "libraries"}
+NEEDS = {"trainers": ("transformers", "accelerate", "lightning")}
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,9 @@ LONG = {"choosing", "libraries"}
     ],
 )
 def test_following(page, tmp_path, monkeypatch):
+    for package in NEEDS.get(page.stem, ()):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
     # As they are installed beside this Python, but for what `tests.parallel.horovodrun` leaves out.
     for name, module in (("horovodrun", HOROVODRUN[-1]), ("hvd-gradcomp", "hvd_gradcomp")):
         script = tmp_path / "bin" / name

@@ -65,6 +65,9 @@ def test_torch_over_horovod(ranks, backend, tmp_path):
 TENSORFLOW_MESSAGES = {
     "every": "MismatchError",
     "lengths": "another number of steps for the round after step 4, by rank: {0: 2, 1: 3",
+    "fit lengths": "another number of steps for the round after step 2, by rank: {0: 2, 1: 4",
+    "rates": "another number of steps for the round after step",
+    "fit rates": "another number of steps for the round after step",
     "fails alone": "ZeroDivisionError",
     "deadline": "deadline=1.0",
     "no deadline": "deadline=2.0",
@@ -107,13 +110,16 @@ def test_tensorflow_over_horovod(ranks, backend, tmp_path):
     first, *others = results
     assert len(set(first["consolidated"])) == 2  # what was loaded is what was saved
     assert len(set(first["fits"])) == 2  # nothing moves after the last validation
+    for name, ends in first["lengths"].items():
+        steps = [step for step, _ in ends]
+        assert steps[0] == 2 and steps[-1] - steps[-2] > 4, (name, steps)
     for other in others:
         assert first["warmup"][1] != other["warmup"][1]
         assert first["warmup"][2] == other["warmup"][2]
         for name, (apart, ends) in first["methods"].items():
             assert apart != other["methods"][name][0], name
             assert ends == other["methods"][name][1], name
-        for name in ("consolidated", "skipped", "fits"):
+        for name in ("consolidated", "skipped", "fits", "lengths"):
             assert first[name] == other[name], name
         assert first["fit resumed"] != other["fit resumed"]  # each rank's own Adam
         assert first["slow resumed"] == other["slow resumed"]

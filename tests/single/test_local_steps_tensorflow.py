@@ -841,6 +841,44 @@ def test_rounds_of_fit_follow_the_rate():
     assert rounds == [2, 3, 3, 4, 4]
 
 
+@pytest.mark.parametrize("by_fit", [False, True], ids=["loop", "fit"])
+@pytest.mark.parametrize("follows", ["rate", "steps"])
+def test_rounds_under_a_schedule_of_the_rate(follows, by_fit):
+    """As computed by hand from Keras's schedule, which an optimizer reads after each step."""
+    schedule = keras.optimizers.schedules.CosineDecay(0.05, 60)
+    rule, ends = hvd.QuadraticRule(0.05 * 2**0.5, base=2, longest=20), []
+    every = rule if follows == "rate" else grows
+    sgd = keras.optimizers.SGD(schedule)
+    if by_fit:
+        model = compiled()
+        model.compile(sgd, "mse")
+        callback = hvd_keras.callbacks.LocalSteps(every, at_epoch_end=False)
+
+        class Ends(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                if callback.local.rounds > len(ends):
+                    ends.append(callback.local.steps_made)
+
+        fit(model, [callback, Ends()], epochs=10)
+    else:
+        variables = [keras.Variable(v.numpy()) for v in network()]
+        sgd.build(variables)
+        local = hvd.LocalSteps(variables, every, optimizer=sgd)
+        for step in range(1, 61):
+            sgd.apply([tf.ones(v.shape) for v in variables], variables)
+            local.step()
+            if local.rounds > len(ends):
+                ends.append(step)
+    expected, at, length = [], 0, 2 if follows == "rate" else grows(0)
+    while at + length <= 60:
+        at += length
+        expected.append(at)
+        length = rule.length(float(schedule(at)), 1.0) if follows == "rate" else grows(at)
+    assert ends == expected and len(ends) < 15
+    if follows == "rate":
+        assert ends[-1] - ends[-2] > 2 * (ends[1] - ends[0])
+
+
 def test_fit_averages_gradients_during_warmup():
     model = compiled()
     callback = hvd_keras.callbacks.LocalSteps(4, warmup_steps=8, at_epoch_end=False)

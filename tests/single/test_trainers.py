@@ -100,6 +100,9 @@ class Accelerator:
     def prepare(self, *objects):
         return objects
 
+    def free_memory(self, *objects):
+        return objects
+
 
 def config(replicas, others=()):
     return SimpleNamespace(dp_replicate_enabled=replicas > 1, non_dp_dim_names=list(others))
@@ -132,6 +135,19 @@ def test_several_models_of_an_accelerator(one_process):
     assert not training.begun
     with pytest.raises(ValueError, match="prepares 2 models and 0 optimizers"):
         accelerator.prepare(DistributedDataParallel(nn.Linear(2, 2)))
+    optimizers = []
+    for _ in range(2):
+        accelerator.free_memory()
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        prepared = AcceleratedOptimizer(torch.optim.Adam(model.parameters()))
+        accelerator.prepare(model, prepared)
+        accelerator.prepare(prepared)  # as the Trainer does where it goes on
+        optimizers.append(training.optimizer)
+        assert prepared.optimizer is training.optimizer
+    assert optimizers[0] is not optimizers[1]
+    accelerator.free_memory()
+    accelerator.prepare(DistributedDataParallel(model.module), prepared)  # wrapped anew
+    assert training.optimizer.inner is optimizers[1].inner
 
 
 def test_an_accelerator_of_a_single_process():
@@ -154,6 +170,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
+
+    def __setstate__(self, state):
+        vars(self).update(state)
 
     def step(self):
         self.optimizer.step()

@@ -271,6 +271,57 @@ def slow_and_resumed(folder):
     return [*ends, digest([flat(variables)]), end(variables, local, local.rounds + 2)]
 
 
+def decaying(rate):
+    return keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(rate, 40))
+
+
+RULE = hvd.QuadraticRule(RATE * 2**0.5, base=2)
+
+
+def grows(step):
+    return 2 + step // 6
+
+
+class Ends(keras.callbacks.Callback):
+    """Notes the step of each round of a `LocalSteps` before it, and a digest."""
+
+    def __init__(self, local_steps):
+        super().__init__()
+        self.local_steps, self.seen = local_steps, []
+
+    def on_train_batch_end(self, batch, logs=None):
+        local = self.local_steps.local
+        if local.rounds > len(self.seen):
+            self.seen.append([local.steps_made, digest(weights(self.model))])
+
+
+def lengths():
+    """The end of each round that a rule or a function decides, with a digest; of loops and fits."""
+    results = {}
+    for name, every in (("rule", RULE), ("function", grows)):
+        results[name] = scheduled(every, RATE)
+        callback = hvd_keras.callbacks.LocalSteps(every, at_epoch_end=False)
+        ends = Ends(callback)
+        fit(model_of(decaying(RATE)), [callback, ends], last=30)
+        results[f"fit, {name}"] = ends.seen
+    return results
+
+
+def scheduled(every, rate):
+    """Train 30 steps at a rate that falls; return the ends of rounds as `lengths` does."""
+    variables, sgd, ends = [keras.Variable(v.numpy()) for v in network()], decaying(rate), []
+    sgd.build(variables)
+    local = hvd.LocalSteps(variables, every, optimizer=sgd)
+    for step in range(1, 31):
+        g = gradient(hvd.rank(), step, flat(variables))
+        pieces = [tf.constant(g[a:b].reshape(s)) for a, b, s in zip(ENDS, ENDS[1:], SHAPES)]
+        sgd.apply(pieces, variables)
+        local.step()
+        if local.rounds > len(ends):
+            ends.append([step, digest([flat(variables)])])
+    return ends
+
+
 # -- Keras ---------------------------------------------------------------------------------------
 
 
@@ -490,6 +541,13 @@ def message_of(rank):
         {
             "every": lambda: loop(4, every=2 + 2 * (rank % 2)),
             "lengths": lambda: loop(9, every=lambda step: 2 if step < 4 else 2 + rank),
+            "rates": lambda: scheduled(RULE, RATE * (1 - 0.3 * rank)),
+            "fit lengths": lambda: fit(
+                model_of("sgd"), [hvd_keras.callbacks.LocalSteps(lambda step: 2 + rank * step)]
+            ),
+            "fit rates": lambda: fit(
+                model_of(decaying(RATE * (1 - 0.3 * rank))), [hvd_keras.callbacks.LocalSteps(RULE)]
+            ),
             "fails alone": lambda: loop(9, every=lambda step: 2 if step < 4 or rank else 1 // 0),
             "deadline": lambda: loop(4, every=2, deadline=1.0 + rank),
             "no deadline": lambda: loop(4, every=2, deadline=None if rank else 2.0),
@@ -531,6 +589,7 @@ def main(folder: str) -> None:
         },
         "consolidated": consolidated(here / "all"),
         "skipped": skipped(),
+        "lengths": lengths(),
         "slow": slow_ranks(),
         "slow resumed": slow_and_resumed(here / "slow"),
         "slow fits": slow_fits(),
