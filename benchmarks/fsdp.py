@@ -1,4 +1,4 @@
-"""Step of a sharded transformer: `fsdp.compress` beside FSDP2's own hybrid sharding.
+"""Step of a sharded transformer: `fsdp.compress` and `fsdp.local_steps` beside hybrid sharding.
 
     python -m benchmarks.fsdp                       # two replicas of two shards, on this machine
     python -m benchmarks.fsdp --rate 1gbit          # as root: a replica on each of two hosts
@@ -6,9 +6,10 @@
 
 Two hosts are network namespaces with real sockets between them (`benchmarks.rig`); four ranks share
 the cores of this machine, a thread each, over gloo. Ways take turns. `ms` is the median of a step:
-forward, backward, and a step of SGD, on noise; `/ stock` divides it by that of hybrid sharding.
-Bytes are those that a rank sends to the other replica; a dense ring allreduce between two sends as
-many as a shard has.
+forward, backward, and a step of SGD, on noise; of local steps the mean over a whole round, with its
+exchange. `/ stock` divides it by that of hybrid sharding, FSDP2's own. Bytes are those that a rank
+sends to the other replica in a step, in the mean; a dense ring allreduce between two sends as many
+as a shard has.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hvd_gradcomp
+from hvd_gradcomp.planning.methods import Local
 from hvd_gradcomp.torch import fsdp
+from hvd_gradcomp.torch.local.local_steps import LocalStepsOptimizer
 
 HOSTS, INSIDE, MARK = 2, 2, "ROWS "
 STOCK = "hybrid sharding"
@@ -43,9 +46,11 @@ WAYS = (
     "DGCCompressor(density=0.01, momentum=0.0)",
     "ChunkedTopKCompressor()",
     "PowerSGDCompressor(rank=4)",
+    "local(NoneCompressor(), every=15)",
+    "local(Int8Compressor(), every=15)",
 )
 WIDTH, LAYERS, LENGTH, BATCH = 256, 4, 32, 4
-ROUNDS, FIRST = 15, 5  # steps that are measured, after so many
+ROUNDS, FIRST = 15, 5  # steps that are measured, whole rounds of local steps, after so many
 
 Row = dict[str, Any]
 
@@ -70,23 +75,42 @@ class Training:
     """A model that is trained in one way.
 
     Args:
-        way: of `WAYS`.
+        method: of `WAYS`.
         mesh: replicas and shards.
     """
 
     def __init__(self, method: str, mesh: Any) -> None:
         torch.manual_seed(1)
         self.model: Any = Transformer()
+        self._generator = torch.Generator().manual_seed(dist.get_rank())
         inside = mesh if method == STOCK else mesh["inside"]
         for layer in self.model.layers:
             fully_shard(layer, mesh=inside)
         fully_shard(self.model, mesh=inside)
+        self._optimizer: Any = torch.optim.SGD(self.model.parameters(), 1e-3)
         self.bytes_sent: Callable[[], int] = lambda: 0
-        if method != STOCK:
-            state = fsdp.compress(self.model, eval(method, vars(hvd_gradcomp)), mesh=mesh)
+        self.average: Callable[[list[float]], float] = statistics.median
+        if method == STOCK:
+            return
+        chosen = eval(method, {**vars(hvd_gradcomp), "local": Local})
+        if isinstance(chosen, Local):
+            self._optimizer = fsdp.local_steps(
+                self.model,
+                self._optimizer,
+                mesh=mesh,
+                compression=chosen.compressor,
+                every=chosen.every,
+            )
+            self.bytes_sent = lambda: self._optimizer.stats().bytes_sent
+            self.average = statistics.mean
+        else:
+            state = fsdp.compress(self.model, chosen, mesh=mesh)
             self.bytes_sent = lambda: state.stats().bytes_sent
-        self._optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
-        self._generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def warmed_up(self) -> None:
+        """Make a first exchange of local steps; the next round begins with the next step."""
+        if isinstance(self._optimizer, LocalStepsOptimizer):
+            self._optimizer.exchange()
 
     def step(self) -> float:
         """Make a step; return its milliseconds."""
@@ -105,8 +129,12 @@ def measured() -> list[Row]:
     mesh = init_device_mesh("cpu", (HOSTS, INSIDE), mesh_dim_names=("hosts", "inside"))
     trainings = {method: Training(method, mesh) for method in WAYS}
     times: dict[str, list[float]] = {method: [] for method in WAYS}
+    sent = dict.fromkeys(WAYS, 0)
     for turn in range(FIRST + ROUNDS):
         for method, training in trainings.items():
+            if turn == FIRST:
+                training.warmed_up()
+                sent[method] = training.bytes_sent()
             took = training.step()
             if turn >= FIRST:
                 times[method].append(took)
@@ -114,9 +142,9 @@ def measured() -> list[Row]:
     shard = sum(p.to_local().numel() for p in trainings[STOCK].model.parameters())
     rows = []
     for method, training in trainings.items():
-        ms = statistics.median(times[method])
-        sent = training.bytes_sent() / (FIRST + ROUNDS) if method != STOCK else 4 * shard
-        rows.append({"method": method, "ms": ms, "of_stock": ms / stock, "bytes_a_step": sent})
+        ms, bytes_sent = training.average(times[method]), training.bytes_sent() - sent[method]
+        each = bytes_sent / ROUNDS if method != STOCK else 4 * shard
+        rows.append({"method": method, "ms": ms, "of_stock": ms / stock, "bytes_a_step": each})
     return rows
 
 
