@@ -188,9 +188,15 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         return [exchange.reducer for some in self.exchanges for exchange in some]
 
     def stats(self) -> CompressionStats:
-        """Return the measured traffic of this rank so far.
+        """Return the measured traffic of this rank so far: of this optimizer, and of nothing else.
 
-        `ratio` compares with an exchange of dense gradients in every step.
+        Counted where tensors are handed to its collectives: what it exchanges, dense first steps,
+        and buffers that are averaged. Not counted are the few integers that ranks compare before an
+        exchange, and what others send: `DistributedDataParallel` or `fully_shard` inside of a host,
+        other optimizers, collectives of the program. So with hosts all of it travels between them.
+
+        `ratio` compares with an exchange of dense gradients in every step so far. Local steps since
+        the last exchange have sent nothing yet: read it after an exchange.
         """
         parts, others = ([x.reducer.stats() for x in some] for some in self.exchanges)
         return combined(parts, others, self.steps_taken)
