@@ -2,7 +2,11 @@
 
     python -m benchmarks.fsdp                       # two replicas of two shards, on this machine
     python -m benchmarks.fsdp --rate 1gbit          # as root: a replica on each of two hosts
-    python -m benchmarks.fsdp --json fsdp.json
+    python -m benchmarks.fsdp --rate 1gbit --json docs/measured/fsdp.json
+    python -m benchmarks.fsdp --show docs/measured/fsdp.json
+
+`--json` replaces what was measured in the same place, and keeps the rest; `--show` prints the table
+of docs/tutorial/sharded.md.
 
 Two hosts are network namespaces with real sockets between them (`benchmarks.rig`); four ranks share
 the cores of this machine, a thread each, over gloo. Ways take turns. `ms` is the median of a step:
@@ -21,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -190,13 +194,35 @@ def as_rank(measured: Callable[[], list[Row]]) -> None:
     hvd.shutdown()
 
 
+def table(places: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a table of what was measured in several places."""
+    wheres = [place["where"].replace("this machine", "one machine") for place in places]
+    yield f"| method | bytes a step | {' | '.join(wheres)} |"
+    yield "|---|--:" + len(places) * "|--:" + "|"
+    by_method = [{row["method"]: row for row in place["rows"]} for place in places]
+    for method, first in by_method[0].items():
+        cells = [f"{first['bytes_a_step']:,.0f}"]
+        for row in (rows.get(method) for rows in by_method):
+            if row is None:  # measured before there was this method
+                cells.append("")
+                continue
+            ratio = "" if method == STOCK else f" ({row['of_stock']:.2f})"
+            cells.append(f"{row['ms']:,.0f}{ratio}")
+        name = method if method == STOCK else f"`{method}`"
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fsdp", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rate", help="of the link between two hosts, such as 1gbit; as root")
-    parser.add_argument("--json", type=Path, help="where the rows go")
+    parser.add_argument("--json", type=Path, help="where the rows go, beside those of other places")
+    parser.add_argument("--show", type=Path, metavar="JSON", help="print what was measured before")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.show:
+        print("\n".join(table(json.loads(options.show.read_text()))))
+        return
     if options.rank:
         as_rank(measured)
         return
@@ -213,7 +239,9 @@ def main() -> None:
         ms, ratio = f"{row['ms']:,.1f}", f"{row['of_stock']:.2f}"
         print(f"| {row['method']} | {ms} | {ratio} | {row['bytes_a_step']:,.0f} |")
     if options.json:
-        options.json.write_text(json.dumps({"where": where, "rows": rows}, indent=1) + "\n")
+        known = json.loads(options.json.read_text()) if options.json.exists() else []
+        places = {place["where"]: place for place in [*known, {"where": where, "rows": rows}]}
+        options.json.write_text(json.dumps([*places.values()], indent=1) + "\n")
 
 
 if __name__ == "__main__":
