@@ -1,14 +1,19 @@
-"""Step of a sharded transformer: `fsdp.compress` beside FSDP2's own hybrid sharding.
+"""Step of a sharded transformer: `fsdp.compress` and `fsdp.local_steps` beside hybrid sharding.
 
     python -m benchmarks.fsdp                       # two replicas of two shards, on this machine
     python -m benchmarks.fsdp --rate 1gbit          # as root: a replica on each of two hosts
-    python -m benchmarks.fsdp --json fsdp.json
+    python -m benchmarks.fsdp --rate 1gbit --json docs/measured/fsdp.json
+    python -m benchmarks.fsdp --show docs/measured/fsdp.json
+
+`--json` replaces what was measured in the same place, and keeps the rest; `--show` prints the table
+of docs/tutorial/sharded.md.
 
 Two hosts are network namespaces with real sockets between them (`benchmarks.rig`); four ranks share
 the cores of this machine, a thread each, over gloo. Ways take turns. `ms` is the median of a step:
-forward, backward, and a step of SGD, on noise; `/ stock` divides it by that of hybrid sharding.
-Bytes are those that a rank sends to the other replica; a dense ring allreduce between two sends as
-many as a shard has.
+forward, backward, and a step of SGD, on noise; of local steps the mean over a whole round, with its
+exchange. `/ stock` divides it by that of hybrid sharding, FSDP2's own. Bytes are those that a rank
+sends to the other replica in a step, in the mean; a dense ring allreduce between two sends as many
+as a shard has.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +36,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import hvd_gradcomp
+from hvd_gradcomp.planning.methods import Local
 from hvd_gradcomp.torch import fsdp
+from hvd_gradcomp.torch.local.local_steps import LocalStepsOptimizer
 
 HOSTS, INSIDE, MARK = 2, 2, "ROWS "
 STOCK = "hybrid sharding"
@@ -43,9 +50,11 @@ WAYS = (
     "DGCCompressor(density=0.01, momentum=0.0)",
     "ChunkedTopKCompressor()",
     "PowerSGDCompressor(rank=4)",
+    "local(NoneCompressor(), every=15)",
+    "local(Int8Compressor(), every=15)",
 )
 WIDTH, LAYERS, LENGTH, BATCH = 256, 4, 32, 4
-ROUNDS, FIRST = 15, 5  # steps that are measured, after so many
+ROUNDS, FIRST = 15, 5  # steps that are measured, whole rounds of local steps, after so many
 
 Row = dict[str, Any]
 
@@ -70,23 +79,42 @@ class Training:
     """A model that is trained in one way.
 
     Args:
-        way: of `WAYS`.
+        method: of `WAYS`.
         mesh: replicas and shards.
     """
 
     def __init__(self, method: str, mesh: Any) -> None:
         torch.manual_seed(1)
         self.model: Any = Transformer()
+        self._generator = torch.Generator().manual_seed(dist.get_rank())
         inside = mesh if method == STOCK else mesh["inside"]
         for layer in self.model.layers:
             fully_shard(layer, mesh=inside)
         fully_shard(self.model, mesh=inside)
+        self._optimizer: Any = torch.optim.SGD(self.model.parameters(), 1e-3)
         self.bytes_sent: Callable[[], int] = lambda: 0
-        if method != STOCK:
-            state = fsdp.compress(self.model, eval(method, vars(hvd_gradcomp)), mesh=mesh)
+        self.average: Callable[[list[float]], float] = statistics.median
+        if method == STOCK:
+            return
+        chosen = eval(method, {**vars(hvd_gradcomp), "local": Local})
+        if isinstance(chosen, Local):
+            self._optimizer = fsdp.local_steps(
+                self.model,
+                self._optimizer,
+                mesh=mesh,
+                compression=chosen.compressor,
+                every=chosen.every,
+            )
+            self.bytes_sent = lambda: self._optimizer.stats().bytes_sent
+            self.average = statistics.mean
+        else:
+            state = fsdp.compress(self.model, chosen, mesh=mesh)
             self.bytes_sent = lambda: state.stats().bytes_sent
-        self._optimizer = torch.optim.SGD(self.model.parameters(), 1e-3)
-        self._generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def warmed_up(self) -> None:
+        """Make a first exchange of local steps; the next round begins with the next step."""
+        if isinstance(self._optimizer, LocalStepsOptimizer):
+            self._optimizer.exchange()
 
     def step(self) -> float:
         """Make a step; return its milliseconds."""
@@ -105,8 +133,12 @@ def measured() -> list[Row]:
     mesh = init_device_mesh("cpu", (HOSTS, INSIDE), mesh_dim_names=("hosts", "inside"))
     trainings = {method: Training(method, mesh) for method in WAYS}
     times: dict[str, list[float]] = {method: [] for method in WAYS}
+    sent = dict.fromkeys(WAYS, 0)
     for turn in range(FIRST + ROUNDS):
         for method, training in trainings.items():
+            if turn == FIRST:
+                training.warmed_up()
+                sent[method] = training.bytes_sent()
             took = training.step()
             if turn >= FIRST:
                 times[method].append(took)
@@ -114,9 +146,9 @@ def measured() -> list[Row]:
     shard = sum(p.to_local().numel() for p in trainings[STOCK].model.parameters())
     rows = []
     for method, training in trainings.items():
-        ms = statistics.median(times[method])
-        sent = training.bytes_sent() / (FIRST + ROUNDS) if method != STOCK else 4 * shard
-        rows.append({"method": method, "ms": ms, "of_stock": ms / stock, "bytes_a_step": sent})
+        ms, bytes_sent = training.average(times[method]), training.bytes_sent() - sent[method]
+        each = bytes_sent / ROUNDS if method != STOCK else 4 * shard
+        rows.append({"method": method, "ms": ms, "of_stock": ms / stock, "bytes_a_step": each})
     return rows
 
 
@@ -162,13 +194,35 @@ def as_rank(measured: Callable[[], list[Row]]) -> None:
     hvd.shutdown()
 
 
+def table(places: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield the lines of a table of what was measured in several places."""
+    wheres = [place["where"].replace("this machine", "one machine") for place in places]
+    yield f"| method | bytes a step | {' | '.join(wheres)} |"
+    yield "|---|--:" + len(places) * "|--:" + "|"
+    by_method = [{row["method"]: row for row in place["rows"]} for place in places]
+    for method, first in by_method[0].items():
+        cells = [f"{first['bytes_a_step']:,.0f}"]
+        for row in (rows.get(method) for rows in by_method):
+            if row is None:  # measured before there was this method
+                cells.append("")
+                continue
+            ratio = "" if method == STOCK else f" ({row['of_stock']:.2f})"
+            cells.append(f"{row['ms']:,.0f}{ratio}")
+        name = method if method == STOCK else f"`{method}`"
+        yield f"| {name} | {' | '.join(cells)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fsdp", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rate", help="of the link between two hosts, such as 1gbit; as root")
-    parser.add_argument("--json", type=Path, help="where the rows go")
+    parser.add_argument("--json", type=Path, help="where the rows go, beside those of other places")
+    parser.add_argument("--show", type=Path, metavar="JSON", help="print what was measured before")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.show:
+        print("\n".join(table(json.loads(options.show.read_text()))))
+        return
     if options.rank:
         as_rank(measured)
         return
@@ -185,7 +239,9 @@ def main() -> None:
         ms, ratio = f"{row['ms']:,.1f}", f"{row['of_stock']:.2f}"
         print(f"| {row['method']} | {ms} | {ratio} | {row['bytes_a_step']:,.0f} |")
     if options.json:
-        options.json.write_text(json.dumps({"where": where, "rows": rows}, indent=1) + "\n")
+        known = json.loads(options.json.read_text()) if options.json.exists() else []
+        places = {place["where"]: place for place in [*known, {"where": where, "rows": rows}]}
+        options.json.write_text(json.dumps([*places.values()], indent=1) + "\n")
 
 
 if __name__ == "__main__":

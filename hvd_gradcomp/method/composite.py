@@ -56,6 +56,7 @@ class Composite(Learned):
     whole_model = _any_child("whole_model")
     uses_moments = _any_child("uses_moments")
     sends_any_number = _any_child("sends_any_number")
+    varies_in_size = _any_child("varies_in_size")
     needs_execution_order = _any_child("needs_execution_order")
 
     @derived

@@ -80,7 +80,7 @@ def derived(of: Callable[[Any], T]) -> T:
 
 _HOOKS = {
     "Handover": ("residual", "inherit", "velocity", "with_velocity", "correction", "corrected"),
-    "Learned": ("retrained", "rehearsed", "owner"),
+    "Learned": ("retrained", "rehearsed", "course", "owner"),
 }
 
 
@@ -109,6 +109,8 @@ class Compressor(ABC):
         is_quantizer: whether it sends every element, in fewer bits.
         sends_any_number: whether any number of elements may pass its rule, so that payloads change
             their size.
+        varies_in_size: whether gradients decide the size of its payload, of which `exchange_of` has
+            the smallest.
         uses_moments: whether `aggregate` takes `moment=`, the sum of squared sample gradients.
         keeps_gradient: whether its state may take over the gradient's memory, see `Context`, which
             saves it a walk over the bucket.
@@ -129,6 +131,7 @@ class Compressor(ABC):
     is_linear: bool = False
     is_quantizer: bool = False
     sends_any_number: bool = False
+    varies_in_size: bool = False
     uses_moments: bool = False
     keeps_gradient: bool = False
     needs_execution_order: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+from hvd_gradcomp.core.cost_model import Course
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.method.compressor import Compressor, State
 from hvd_gradcomp.ops import Ops
@@ -23,6 +24,13 @@ class Learned(Compressor):
         With it the compressed phase is measured. By default the same state: its first steps are.
         """
         return state
+
+    def course(self, layout: Layout, ranks: int) -> Course | None:
+        """Return the bytes of a bucket while the method learns, and afterwards; None if not known.
+
+        It counts where `exchange_of` knows nothing, and gradients do not decide `layer_bytes`.
+        """
+        return None
 
     def owner(self, path: str, step: int) -> int | None:
         """Return the rank whose tensor counts when states are merged; None if they are summed.

@@ -28,6 +28,7 @@ from hvd_gradcomp.algorithms.combined.wrappers import take_over
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.method.compressor import Compressor
+from hvd_gradcomp.planning.announcement import announce, announcement
 from hvd_gradcomp.runtime.local_rounds import LocalRounds
 from hvd_gradcomp.runtime.round_clock import RoundClock
 from hvd_gradcomp.runtime.unique_names import UniqueNames
@@ -204,6 +205,7 @@ class LocalSteps(tf.Module):
                     name=f"{title}.{number}",
                     settings=f", {settings}",
                     make_variable=new_variable,
+                    announces=False,
                 ),
                 counters,
                 outer,
@@ -257,6 +259,11 @@ class LocalSteps(tf.Module):
         self._unknown_averages: UnknownAverages | None = None
         self._rivals = RivalExchanges(variables)
         self.claim()
+        if process_set.rank() == 0:
+            plan = [pair for reducer in self.reducers for pair in reducer.plan]
+            _, ranks = self.reducers[0].participants.rank_and_size
+            scope = "" if place is None else "between hosts"
+            announce(announcement(compressor, plan, ranks, self.schedule, scope))
 
     # -- one step ------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ LIMIT = 60.0  # seconds that a rank may wait because of what another one did
 ALONE = (
     "kill -9",
     "kill -9 in backward",
+    "kill -9 in an exchange",
     "an exception on one rank",
     "exit on one rank",
     "SIGSTOP for ever",
@@ -29,6 +30,7 @@ ALONE = (
 GONE = (
     "kill -9",
     "kill -9 in backward",
+    "kill -9 in an exchange",
     "exit on one rank",
     "SIGSTOP for ever",
     "kill -9, Keras",
@@ -39,7 +41,7 @@ CAUSES = re.compile(
     "|NonFiniteGradientError|another rank has stopped, or raised an error|this rank has failed"
     "|NaN or an infinity|another step|another phase|damaged payload|payloads of different sizes"
     "|saves or loads a checkpoint|Horovod has been shut down|gradients of other layers"
-    "|the ranks do different things|Timed out waiting"
+    "|the ranks do different things|Timed out waiting|another rank has not come to it"
     "|caused by a remote worker crashing|caused by a remote worker hanging"  # gloo, below FSDP
 )
 
@@ -84,6 +86,24 @@ JOBS = (
     Job("local steps on TensorFlow, 2 ranks, gloo", "tensorflow_local_trials", 2, "gloo"),
     Job("DistributedDataParallel, 2 ranks, gloo", "ddp_trials", 2, "gloo"),
     Job("FSDP, 2 replicas of 2 shards, gloo", "fsdp_trials", 4, "gloo"),
+    Job(
+        "local steps of DistributedDataParallel, 2 ranks, gloo",
+        "c10d_local_trials",
+        2,
+        "gloo",
+        {"of": "ddp"},
+        # Ranks in different comparisons of one group: gloo aborts the process whose message is of
+        # another length than it expects, so what is left out below ends without an error there.
+        cases="^(?!another mesh|verify)",
+    ),
+    Job(
+        "local steps of FSDP, 2 hosts of 2 shards, gloo",
+        "c10d_local_trials",
+        4,
+        "gloo",
+        {"of": "fsdp"},
+        cases="^(?!restart|verify)",
+    ),
     Job("TensorFlow, 2 ranks, gloo", "tensorflow_trials", 2, "gloo"),
     Job("TensorFlow, 2 ranks, MPI", "tensorflow_trials", 2, "mpi", cases="Strom|modes|kill"),
 )

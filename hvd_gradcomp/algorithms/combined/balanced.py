@@ -60,6 +60,7 @@ class Balanced(Composite, Handover):
     slack: float = 1.25
 
     keeps_gradient = True
+    varies_in_size = True
     in_common = frozenset({"knots", "capacity"})
 
     def __post_init__(self) -> None:

@@ -85,6 +85,7 @@ class EGCCompressor(MomentumCorrected):
     values: str = "float32"
 
     reset_on_merge = frozenset({"hint", "quota"})
+    varies_in_size = True
 
     def __post_init__(self) -> None:
         validate.real(self, "K", low=0)

@@ -19,11 +19,13 @@ import tensorflow as tf
 from horovod import __version__ as horovod_version
 from horovod.tensorflow import mpi_ops
 
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.method import wire
 from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.ops import NonFiniteGradientError, PayloadError
 from hvd_gradcomp.ops.tensorflow import ASSERTION, TensorFlowOps
 from hvd_gradcomp.planning import worth
+from hvd_gradcomp.planning.announcement import announce, announcement
 from hvd_gradcomp.runtime import config_check, hierarchy
 from hvd_gradcomp.runtime.program_runner import Groups, HostPosition, Participants
 from hvd_gradcomp.runtime.step_header import SIZE, StepHeader
@@ -59,6 +61,7 @@ class GraphReducer:
         tables: places of layers whose gradients are expected to be sparse.
         trained: the variables whose gradients these are, if they are gradients.
         host: what exchanges them, as the user knows it.
+        announces: log what begins; False for a part of what the owner announces.
 
     Attributes:
         planner: of the buckets, with their state.
@@ -89,6 +92,7 @@ class GraphReducer:
         tables: Collection[int] = (),
         trained: Sequence[Any] = (),
         host: str = "",
+        announces: bool = True,
     ) -> None:
         self.layers, self.compressor, self.options = list(layers), compressor, options
         self._settings, self.owned = f"{options}{settings}", make_variable is not None
@@ -110,6 +114,7 @@ class GraphReducer:
         self.sync = StepSync(self.planner, self.counters)
         self.exchange = ExchangeTracer(options, self.planner, self.counters, self.rows, self.sync)
         self.agreed = self._judged = False
+        self._announces = announces
         self.finite: Any = None
         self.sums: list[tf.Variable] = []
         self.titles: list[list[str]] = []
@@ -129,6 +134,11 @@ class GraphReducer:
     def buckets(self) -> list[Bucket]:
         """Return the buckets, in the order in which backward fills them."""
         return self.planner.buckets
+
+    @property
+    def plan(self) -> list[tuple[Compressor, Layout]]:
+        """Return the buckets with their compressors, whichever ranks lead them."""
+        return [(bucket.planned, bucket.layout) for bucket in self.buckets]
 
     @property
     def variables(self) -> list[tf.Variable]:
@@ -267,10 +277,13 @@ class GraphReducer:
         config_check.agree(descriptions, self.process_set.ranks)
         self.rows.decide(sparse, replans, self._gather_objects)
         if self.process_set.rank() == 0 and not self._judged and self.buckets:
-            plan = [(bucket.planned, bucket.layout) for bucket in self.buckets]
-            ranks = self.participants.rank_and_size[1]
-            for line in worth.warnings(self.compressor, plan, ranks):
+            _, ranks = self.participants.rank_and_size
+            for line in worth.warnings(self.compressor, self.plan, ranks):
                 LOGGER.warning("%s", line)
+            if self._announces:
+                among_hosts = self.participants.place is not None
+                scope = "between hosts" if among_hosts else ""
+                announce(announcement(self.compressor, self.plan, ranks, scope=scope))
         self._judged = True
         if self.participants.place is not None:
             _ = self.participants.groups  # created while all ranks are here

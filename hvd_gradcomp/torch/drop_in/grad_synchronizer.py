@@ -157,8 +157,7 @@ class StepExchange:
             self._check.agree()
             if planner.arrived is not None and reducer.steps > 0:
                 planner.reorder(self._check.gather(planner.order, list[str])[0])
-            if not planner.judged:
-                planner.warn_if_unprofitable()
+            planner.report()
             reducer.begin_step()
             self._frozen = {p for p in planner.places if not p.requires_grad}
             if self._frozen:

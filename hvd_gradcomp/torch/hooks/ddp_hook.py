@@ -129,8 +129,7 @@ class DDPExchange(HookExchange):
                 handle.remove()
             orders = self._group.gather_objects(planner.order, list[str])
             planner.reorder(next(filter(None, orders), []))  # a rank that had joined has seen none
-        if not planner.judged:
-            planner.warn_if_unprofitable()
+        planner.report()
 
     def _fill_buckets(self, pairs: Sequence[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
         reducer = self._reducer

@@ -41,7 +41,8 @@ class ShardExchange(HookExchange):
         transport: GroupBackend,
     ) -> None:
         super().__init__(reducer, transport, [replicas, everybody])
-        self._model, self._units, self._replicas = model, units, replicas
+        self._model, self._units = model, units
+        self._replicas, self._everybody = replicas, everybody
         self._shards = [shard for unit in units for shard in unit.shards]
         self._arrived: set[str] = set()  # parameters whose gradient has arrived in this step
         self._backward = -1  # that is running, as autograd counts them
@@ -154,7 +155,7 @@ class ShardExchange(HookExchange):
         for bucket in reducer.buckets:
             slots = {slot for slot, name in enumerate(bucket.layout.names) if name in frozen}
             bucket.mask_frozen(slots, reducer.steps)
-        reducer.planner.warn_if_unprofitable()
+        reducer.planner.report(self._everybody.rank() == 0, "of this rank's shards")
 
     @torch.no_grad()
     def _finish_step(self) -> None:

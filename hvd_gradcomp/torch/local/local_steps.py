@@ -280,6 +280,10 @@ class LocalStepsOptimizer(WrappedOptimizer):
         return [fragment.exchange for fragment in self._fragments], others
 
     @property
+    def exchange_schedule(self) -> LocalSchedule:
+        return self.schedule
+
+    @property
     def is_exchanged(self) -> bool:
         return self._rounds.is_exchanged
 

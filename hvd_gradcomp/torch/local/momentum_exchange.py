@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from hvd_gradcomp.algorithms.combined.local_steps import LocalSchedule
 from hvd_gradcomp.algorithms.dense import NoneCompressor, as_compressor
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core import validate
@@ -191,6 +192,10 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
     @property
     def exchanges(self) -> tuple[list[TensorExchange], list[TensorExchange]]:
         return [self._momenta], [self._warmup.exchange]
+
+    @property
+    def exchange_schedule(self) -> LocalSchedule:
+        return LocalSchedule(every=1, warmup_steps=self._warmup_steps)
 
     @property
     def steps_taken(self) -> int:

@@ -15,6 +15,7 @@ class Sharding:
     Attributes:
         function: that the user has called, such as "fsdp.local_steps".
         everybody: compares all ranks that have the model.
+        is_first: this rank is the first of them.
         ranks: those with the same shard between which nothing else exchanges.
         place: of this rank's shard among those of the model, equal on its replicas.
         units: title of the unit of each parameter, by the parameter's name.
@@ -24,6 +25,7 @@ class Sharding:
 
     function: str
     everybody: C10dBackend
+    is_first: bool
     ranks: ProcessGroup
     place: str
     units: Mapping[str, str]

@@ -271,8 +271,16 @@ def _sharded(
             module.reshard()
 
     place = f"{groups.shard} of {len(groups.shards)}"
-    everybody = C10dBackend(groups.everybody, "verify")
-    return named, Sharding(function, everybody, groups.across, place, units, refusal, reshard)
+    return named, Sharding(
+        function,
+        C10dBackend(groups.everybody, "verify"),
+        groups.everybody.rank() == 0,
+        groups.across,
+        place,
+        units,
+        refusal,
+        reshard,
+    )
 
 
 def _unit_of(name: str, titles: Iterable[str]) -> str:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from hvd_gradcomp.algorithms.combined.local_steps import LocalSchedule
 from hvd_gradcomp.monitoring.stats import CompressionStats, combined
+from hvd_gradcomp.planning.announcement import announce, announcement
 from hvd_gradcomp.runtime.live_objects import live_instances
 from hvd_gradcomp.torch.interop.amp import unscale
 from hvd_gradcomp.torch.interop.dynamo import interpreted
@@ -94,6 +96,17 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
     def begin(self) -> None:
         """Exchange in place of `DistributedDataParallel`, once all ranks have made their own."""
         self._claim.switch_off_models()
+        sharding, participants = self.sharding, self.all_reducers[0].participants
+        planners = [reducer.planner for reducer in self.reducers]
+        scope = "" if participants.place is None else "between hosts"
+        is_first = participants.process_set.rank() == 0
+        if sharding is not None:
+            scope, is_first = "of this rank's shards", sharding.is_first
+        if is_first:
+            plan = [pair for planner in planners for pair in planner.assigned]
+            _, ranks = participants.rank_and_size
+            compressor = planners[0].compressor
+            announce(announcement(compressor, plan, ranks, self.exchange_schedule, scope))
 
     def withdraw(self) -> None:
         """Leave the parameters to others: some rank has made no optimizer."""
@@ -146,6 +159,11 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     @abstractmethod
+    def exchange_schedule(self) -> LocalSchedule:
+        """Return when it exchanges."""
+
+    @property
+    @abstractmethod
     def steps_taken(self) -> int:
         """Return the steps so far, for statistics."""
 
@@ -170,9 +188,15 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         return [exchange.reducer for some in self.exchanges for exchange in some]
 
     def stats(self) -> CompressionStats:
-        """Return the measured traffic of this rank so far.
+        """Return the measured traffic of this rank so far: of this optimizer, and of nothing else.
 
-        `ratio` compares with an exchange of dense gradients in every step.
+        Counted where tensors are handed to its collectives: what it exchanges, dense first steps,
+        and buffers that are averaged. Not counted are the few integers that ranks compare before an
+        exchange, and what others send: `DistributedDataParallel` or `fully_shard` inside of a host,
+        other optimizers, collectives of the program. So with hosts all of it travels between them.
+
+        `ratio` compares with an exchange of dense gradients in every step so far. Local steps since
+        the last exchange have sent nothing yet: read it after an exchange.
         """
         parts, others = ([x.reducer.stats() for x in some] for some in self.exchanges)
         return combined(parts, others, self.steps_taken)

@@ -16,11 +16,13 @@ import torch
 
 from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.core.layers import Layer, Weight, convolving
+from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.method.handover import Handover
 from hvd_gradcomp.method.learned import retrained
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning import assignment, worth
+from hvd_gradcomp.planning.announcement import announce, announcement
 from hvd_gradcomp.runtime import naming
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch.interop.owners import owners_of
@@ -261,15 +263,34 @@ class BucketPlanner:
         self._adopt(list(self._plan([(name, known[name]) for name in names])))
         carry_over(left, self.buckets)
 
+    @property
+    def assigned(self) -> list[tuple[Compressor, Layout]]:
+        """Return the buckets with their compressors, whichever ranks lead them."""
+        target = self._bucket_bytes or BUCKET_BYTES
+        return assignment.plan(self.compressor, self.used, target, ranks=self._ranks)
+
+    def report(self, tells: bool | None = None, scope: str = "") -> None:
+        """Log once what begins, on one rank; see `announcement`, and `warn_if_unprofitable`.
+
+        Args:
+            tells: this rank does; None for the first one of those that exchange.
+            scope: as in `announcement`.
+        """
+        if self.judged or not self.ordered:
+            return
+        self.warn_if_unprofitable()
+        if self._tells if tells is None else tells:
+            among_hosts = self._participants.place is not None
+            scope = scope or ("between hosts" if among_hosts else "")
+            announce(announcement(self.compressor, self.assigned, self._ranks, scope=scope))
+
     def warn_if_unprofitable(self) -> None:
         """Warn once, on one rank, if the compressor does not pay off on this model."""
         if self.judged or not self.ordered:
             return
         self.judged = True
         if self._tells:
-            target, ranks = self._bucket_bytes or BUCKET_BYTES, self._ranks
-            plan = assignment.plan(self.compressor, self.used, target, ranks=ranks)
-            for line in worth.warnings(self.compressor, plan, ranks):
+            for line in worth.warnings(self.compressor, self.assigned, self._ranks):
                 LOGGER.warning("%s", line)
 
     def rename(self, name: str) -> None:

@@ -25,7 +25,7 @@ ENDS = (
     "HorovodInternalError",
     "gradcomp.checkpoint.sz",
     "saves or loads a checkpoint",
-    "same name",
+    "same name as",
     "a loss scaler",
     "Horovod has been shut down",
     "waits for barrier",

@@ -1,0 +1,13 @@
+"""What a user sees of an exchange without Horovod: the line at its beginning, and counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parallel.test_ddp import processes
+
+pytestmark = pytest.mark.parallel
+
+
+def test_four_ranks(tmp_path):
+    processes(tmp_path, 4, "announced", "counted", worker="seen_at_work")
