@@ -66,6 +66,8 @@ class StepHeader(NamedTuple):
 
 SIZE = len(StepHeader._fields)
 """Number of integers in a header."""
+HEADER = 2
+"""First integer of a header's row where others travel too, which begin with a flag: 0 or 1."""
 
 Headers = Mapping[int, StepHeader]  # by rank
 
@@ -101,6 +103,26 @@ def compare(headers: Headers, *, clocks: bool = True) -> OutOfStepError | None:
             "step(): call zero_grad() and step() equally often on all ranks"
         )
     return None
+
+
+def different_comparisons(first: Mapping[int, int]) -> OutOfStepError | None:
+    """Return the error of ranks that compare headers while others begin a round of local steps.
+
+    Args:
+        first: the first integer of each rank's row.
+
+    >>> different_comparisons({0: 0, 1: 1})
+    >>> str(different_comparisons({0: HEADER, 1: 0}))[:63]
+    'rank 0 calls verify or ends an exchange, and rank 1 begins one:'
+    """
+    those = [rank for rank, tag in first.items() if tag == HEADER]
+    if not those or len(those) == len(first):
+        return None
+    others = [rank for rank in first if rank not in those]
+    return OutOfStepError(
+        f"rank {_listed(those)} calls verify or ends an exchange, and rank {_listed(others)} "
+        "begins one: call step(), exchange(), restart() and verify at the same places on all ranks"
+    )
 
 
 def values(headers: Headers, field: str) -> dict[int, int]:

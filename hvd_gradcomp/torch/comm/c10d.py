@@ -21,7 +21,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 from hvd_gradcomp.core.collectives import Allreduce, Gather
 from hvd_gradcomp.runtime import errors, typed_json
 from hvd_gradcomp.runtime.program_runner import TrafficCounter
-from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare
+from hvd_gradcomp.runtime.step_header import (
+    HEADER,
+    Kind,
+    StepHeader,
+    compare,
+    different_comparisons,
+)
 
 _CLOSED = (
     "the connections are closed: this rank failed earlier, destroy_process_group() was called, or "
@@ -428,13 +434,21 @@ class C10dBackend:
         Args:
             header: of this rank.
             what: what begins or ends, for errors.
+
+        Raises:
+            OutOfStepError: on all ranks, if others begin a round of local steps; their rows have
+                the same length, since gloo would end a process that receives another one.
+            RuntimeError: a rank has failed.
         """
-        row = torch.tensor([*header], device=self._group.device)
+        row = torch.tensor([HEADER, *header], device=self._group.device)
         try:
             rows = Work.of(dist.all_gather, row, self._group).wait().tolist()
         except RuntimeError as error:
             raise RuntimeError(errors.explain(what, str(error), self.library)) from error
-        return {rank: StepHeader(*row) for rank, row in zip(self._group.ranks, rows)}
+        by_rank = dict(zip(self._group.ranks, rows))
+        if different := different_comparisons({rank: row[0] for rank, row in by_rank.items()}):
+            raise different
+        return {rank: StepHeader(*row[1:]) for rank, row in by_rank.items()}
 
     def allgather(self, tensor: torch.Tensor, name: str, group: ProcessGroup) -> Work:
         del name

@@ -125,7 +125,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
             gather = TensorProgressGather(connect_clock(), device_of(named))
             clock = RoundClock(gather, 1, schedule.deadline)  # a round sets its length
         sync = RankSync(connect("sync"), device_of(named))
-        description = sync.described(named, self._outer.compressor, self.settings)
+        self.description = sync.described(named, self._outer.compressor, self.settings)
         options = ExchangeOptions(bucket_bytes=bucket_bytes, nonfinite=nonfinite, scaler=False)
         units = [1] * len(named) if sharding is None else lengths_of_units(self._names, sharding)
         self._fragments = make_fragments(
@@ -148,7 +148,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self._rounds = LocalRounds(
             schedule,
             self._fragments,
-            TensorRankChannel(sync, description, optimizer, parameters),
+            TensorRankChannel(sync, self.description, optimizer, parameters),
             RoundCounters(),
             warmup=self._warmup,
             buffers=self._buffers,

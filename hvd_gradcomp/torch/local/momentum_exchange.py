@@ -110,7 +110,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
             return TensorExchange(parts, self._named, what, connect(name), options, settings)
 
         self._sync = RankSync(connect("sync"), device_of(self._named))
-        self._settings = self._sync.described(self._named, compressor, settings)
+        self.description = self._sync.described(self._named, compressor, settings)
         parameters = [p for _, p in self._named]
         self._warmup = WarmUp(optimizer, parameters, exchange("gradients", NoneCompressor()))
         self._momenta = exchange("momenta", compressor)
@@ -162,7 +162,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
     def _compare(self, exchange: TensorExchange) -> None:
         known, digest = {p for _, p in self._named}, 0
         if not self._compared:
-            self._sync.compare_settings(self._settings, self._refusal())
+            self._sync.compare_settings(self.description, self._refusal())
             digest = digest_of(torch.clone(local_part(p)).contiguous() for p in known)
         header = StepHeader(
             Kind.STEP,
@@ -174,7 +174,7 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         rows = self._sync.start_gather([*header])()
         headers = {rank: StepHeader(*row) for rank, row in rows.items()}
         if error := compare(headers):
-            self._sync.compare_settings(self._settings)
+            self._sync.compare_settings(self.description)
             raise error
         refuse_thawed({rank: each.fault for rank, each in headers.items()})
         exchange.agree()

@@ -21,7 +21,7 @@ from hvd_gradcomp.runtime.config_check import Description
 from hvd_gradcomp.runtime.local_rounds import Agreement, Exchange
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.runtime.stall_inspector import StallChannel
-from hvd_gradcomp.runtime.step_header import SIZE
+from hvd_gradcomp.runtime.step_header import SIZE, different_comparisons
 from hvd_gradcomp.torch.reduce.backend import Backend
 from hvd_gradcomp.torch.reduce.bucket import Named, as_real
 from hvd_gradcomp.torch.reduce.bucketing import BucketPlanner, layers_of
@@ -119,7 +119,8 @@ class RankSync:
         long as the link's latency.
 
         Returns:
-            A function that waits for the rows of all ranks, by rank.
+            A function that waits for the rows of all ranks, by rank; it raises an OutOfStepError
+            if others compare something else.
         """
         stalls, transport = self._connection.stalls, self._connection.transport
         reported = int(stalls is not None and stalls.pending)
@@ -132,10 +133,13 @@ class RankSync:
         def wait() -> dict[int, list[int]]:
             with self._explained():
                 rows = transport.wait(pending).tolist()
-            if stalls is not None and any(reported for reported, *_ in rows):
+            by_rank = dict(zip(group.ranks or range(len(rows)), rows))
+            flags = {rank: each[0] for rank, each in by_rank.items()}
+            if different := different_comparisons(flags):
+                raise different
+            if stalls is not None and any(flags.values()):
                 stalls.complete()
-            ranks = group.ranks or range(len(rows))
-            return {rank: each[1 : 1 + len(row)] for rank, each in zip(ranks, rows)}
+            return {rank: each[1 : 1 + len(row)] for rank, each in by_rank.items()}
 
         return wait
 
@@ -198,6 +202,7 @@ class TensorExchange(Exchange):
             planner, transport, participants, options, prescale=1.0, postscale=mean
         )
         self._check = ConfigCheck(self.reducer, settings)
+        self._totals = self.reducer.traffic.totals  # before the exchange that was started last
 
     @property
     def made(self) -> int:
@@ -243,6 +248,7 @@ class TensorExchange(Exchange):
                 raise
 
         reducer.begin_step(agree_once)
+        self._totals = reducer.traffic.totals
         reducer.planner.warn_if_unprofitable()
         try:
             for place, p in enumerate(self._shapes):
@@ -304,13 +310,16 @@ class TensorExchange(Exchange):
 
     def save(self, mode: str) -> dict[str, Any]:
         """Return the state, as it was before an exchange that was started."""
-        buckets = self.reducer.buckets
-        now = [bucket.state for bucket in buckets]
+        buckets, traffic = self.reducer.buckets, self.reducer.traffic
+        now, totals = [bucket.state for bucket in buckets], traffic.totals
+        if self.started:
+            traffic.totals = self._totals
         for bucket in buckets if self.started else ():
             bucket.state = bucket.state if bucket.snapshot_state is None else bucket.snapshot_state
         try:
             return self._connection.save(self.reducer, mode)
         finally:
+            traffic.totals = totals
             for bucket, state in zip(buckets, now):
                 bucket.state = state
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, LocalSchedule
 from hvd_gradcomp.algorithms.combined.round_length import Every
 from hvd_gradcomp.runtime import config_check
+from hvd_gradcomp.runtime.config_check import Description
 from hvd_gradcomp.runtime.program_runner import Participants
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 from hvd_gradcomp.torch.comm.hosts import participants_by_reduction
@@ -289,16 +290,19 @@ def make_on_all(group: ProcessGroup, make: Callable[[], T]) -> T:
     """Make an optimizer on all ranks of a group, or on none of them.
 
     Raises:
-        MismatchError: on all ranks, if some of them refuse to, or in another way.
+        MismatchError: on all ranks, if some of them refuse to, or in another way; or if they train
+            different models, or in different ways.
         TypeError, ValueError: the error of `make`, if all ranks refuse alike.
     """
     refused: Exception | None = None
+    description: Description = {}
     try:
         optimizer = make()
+        description = optimizer.description
     except (TypeError, ValueError) as error:
         refused = error
     try:
-        config_check.compare({}, group.gather_objects, group.ranks, refused)
+        config_check.compare(description, group.gather_objects, group.ranks, refused)
     except BaseException:
         if refused is None:
             optimizer.withdraw()  # a traceback may keep it

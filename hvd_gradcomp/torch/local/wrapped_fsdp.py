@@ -16,7 +16,7 @@ import torch.distributed.fsdp
 
 from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, LocalSchedule
 from hvd_gradcomp.algorithms.combined.round_length import Every
-from hvd_gradcomp.runtime.step_header import Kind, StepHeader, values
+from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare, values
 from hvd_gradcomp.torch.comm.c10d import C10dBackend
 from hvd_gradcomp.torch.comm.mesh import MeshGroups
 from hvd_gradcomp.torch.interop.shards import is_sharded
@@ -200,7 +200,10 @@ def _connections(groups: MeshGroups, backend: MakeBackend) -> Callable[[str], Co
 
     def nonfinite_ranks(here: bool) -> list[int]:
         header = StepHeader(Kind.EXCHANGE, fault=int(here))
-        return [*values(ends.gather_headers(header, "the end of an exchange"), "fault")]
+        headers = ends.gather_headers(header, "the end of an exchange")
+        if error := compare(headers):
+            raise error
+        return [*values(headers, "fault")]
 
     def connect(part: str) -> Connection:
         if part in ("sync", "buffers"):  # buffers are another one's on each rank of a host

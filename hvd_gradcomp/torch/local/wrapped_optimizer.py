@@ -12,6 +12,7 @@ import torch
 from hvd_gradcomp.algorithms.combined.local_steps import LocalSchedule
 from hvd_gradcomp.monitoring.stats import CompressionStats, combined
 from hvd_gradcomp.planning.announcement import announce, announcement
+from hvd_gradcomp.runtime.config_check import Description
 from hvd_gradcomp.runtime.live_objects import live_instances
 from hvd_gradcomp.torch.interop.amp import unscale
 from hvd_gradcomp.torch.interop.dynamo import interpreted
@@ -44,6 +45,7 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
 
     Attributes:
         inner: as given.
+        description: of what must be equal on all ranks, also on those with other shards.
         library_exchanges: a library that steps this one evaluates and saves the model after
             exchanges alone; set by `trainers.local_steps`.
 
@@ -51,6 +53,7 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         TypeError: it is no optimizer.
     """
 
+    description: Description
     library_exchanges = False
     _step_supports_amp_scaling = True  # as PyTorch calls it
     _ranks_differ = False  # between exchanges

@@ -21,6 +21,7 @@ from hvd_gradcomp import (
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
+from hvd_gradcomp.runtime.errors import OutOfStepError
 from hvd_gradcomp.torch import ddp
 from hvd_gradcomp.torch.local.fragment import digest
 from tests.methods import (
@@ -192,8 +193,7 @@ def refused():
     for how in ({"every": 3 if first else 4}, {"deadline": 5.0 if first else None}):
         name = next(iter(how))
         model = ddp_model()
-        optimizer = local(model, **how)
-        raises(MismatchError, f"{name}=", lambda m=model, o=optimizer: train(m, o, 4))
+        raises(MismatchError, f"{name}=", lambda m=model, how=how: local(m, **how))
     model = ddp_model()
     ddp.compress(model, QSGDCompressor())
     both = "ddp.LocalSteps and ddp.compress would both exchange the same parameters"
@@ -207,6 +207,12 @@ def refused():
     plain = "takes a DistributedDataParallel, got Model. For a plain module call ddp.LocalSteps"
     raises(TypeError, plain, lambda: local(model.module))
     raises(MismatchError, plain, lambda: local(model.module if first else model))
+    optimizer = local(model)
+    train(model, optimizer, 1)
+    act = (lambda: ddp.verify(optimizer)) if first else optimizer.exchange
+    raises(OutOfStepError, "rank 0 calls verify or ends an exchange", act)
+    del optimizer
+    model = ddp_model()
     compiled = torch.compile(model, backend="eager")
     raises(TypeError, "before torch.compile", lambda: local(compiled))
     optimizer = local(model)

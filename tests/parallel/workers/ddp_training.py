@@ -989,8 +989,8 @@ def local_steps():
     alike(vector(model))
     every = 2 + 2 * dist.get_rank()
     model = Model()
-    other = ddp.LocalSteps(sgd(model), model.named_parameters(), every)
-    raises(MismatchError, "every=", lambda: train(model, other, every))
+    named = model.named_parameters()
+    raises(MismatchError, "every=", lambda: ddp.LocalSteps(sgd(model), named, every))
 
 
 def reductions(run):

@@ -508,8 +508,8 @@ def momenta():
         assert torch.equal(vector(model), before)
         train(model, optimizer, 1, 4)
         hosts_are_equal(model)
-    model, optimizer = exchanged(NONE, warmup_steps=2 + dist.get_rank() % 2)
-    raises(MismatchError, "warmup_steps=3", lambda: train(model, optimizer, 1))
+    steps = 2 + dist.get_rank() % 2
+    raises(MismatchError, "warmup_steps=3", lambda: exchanged(NONE, warmup_steps=steps))
     raises(TypeError, "Adam", lambda: fsdp.MomentumExchange(model, sgd(model), mesh=mesh))
 
 
@@ -552,8 +552,21 @@ def what_differs():
         {"bucket_bytes": 4000 + rank % 2},
         {"outer": OuterSGD(0.5 + 0.1 * (rank == 3), 0.0)},
     ):
-        model, optimizer = local(mesh=mesh, **different)
-        raises(MismatchError, "on rank", lambda m=model, o=optimizer: train(m, o, 1))
+        raises(MismatchError, "on rank", lambda how=different: local(mesh=mesh, **how))
+    wider = Transformer()
+    if rank == 3:
+        wider.out = nn.Linear(wider.out.in_features, 2 * wider.out.out_features)
+    fully_shard(wider, mesh=mesh["in"])
+    raises(MismatchError, "parameter out.weight", lambda: made(wider))
+    model, optimizer = local(mesh=mesh)
+    train(model, optimizer, 1)
+    act = optimizer.exchange if rank else partial(fsdp.verify, optimizer)
+    raises(OutOfStepError, "rank 0 calls verify or ends an exchange", act)
+    model, optimizer = local(mesh=mesh)
+    train(model, optimizer, 1)
+    if rank == 0:
+        optimizer.restart()
+    raises(OutOfStepError, "exchange() on all or none", optimizer.exchange)
     torch.manual_seed(1)
     model, optimizer = local(mesh=mesh)
     if rank == 3:
