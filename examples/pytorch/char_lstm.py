@@ -66,7 +66,8 @@ def main() -> None:
     parser.add_argument("--characters", type=int, default=2_000_000)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    (compressor,) = chosen([options.compression])
+    (method,) = chosen([options.compression])
+    compressor = method.compressor
 
     hvd.init()
     torch.set_num_threads(1)

@@ -64,7 +64,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    (compressor,) = chosen([options.compression])
+    (method,) = chosen([options.compression])
+    compressor = method.compressor
 
     hvd.init()
     device = torch.device("cuda", hvd.local_rank()) if torch.cuda.is_available() else "cpu"

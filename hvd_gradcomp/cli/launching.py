@@ -22,6 +22,7 @@ from typing import IO, Any
 import click
 
 from hvd_gradcomp.cli.hosts import Host, check_names, parse
+from hvd_gradcomp.cli.output import counted
 
 TERMINAL = "HVD_GRADCOMP_TERMINAL"  # columns of the terminal that shows rank 0's stderr
 # Variables of the environment by which launchers tell a rank what it is.
@@ -99,11 +100,15 @@ def with_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
             )
         program = [sys.executable, "-m", "hvd_gradcomp", *sys.argv[1:]]
         if ddp or find_spec("horovod") is None:
-            sys.exit(run(_by_torchrun(ranks, known, words, program)))
-        check_names(known)
-        where = [] if hosts is None else ["-H", hosts]
-        launch = [sys.executable, "-m", "horovod.runner.launch", *shlex.split(words)]
-        sys.exit(run([*launch, "-np", str(ranks), *where, *program]))
+            starter, launch = "torchrun", _by_torchrun(ranks, known, words, program)
+        else:
+            check_names(known)
+            where = ["-np", str(ranks), *([] if hosts is None else ["-H", hosts])]
+            horovodrun = [sys.executable, "-m", "horovod.runner.launch", *shlex.split(words)]
+            starter, launch = "horovodrun", [*horovodrun, *where, *program]
+        # Which takes seconds, since all of them import PyTorch.
+        click.echo(f"starting {counted(ranks, 'rank')} by {starter}", err=True)
+        sys.exit(run(launch))
 
     return started
 

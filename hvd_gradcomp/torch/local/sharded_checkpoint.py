@@ -9,7 +9,7 @@ needs no template to be loaded.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -78,7 +78,7 @@ class Checkpoint:
             "counters": {
                 **{name: kept[name] for name in _COUNTERS},
                 "begins": is_empty and not kept["steps"],
-                "outer begins": not optimizer.outer.state,
+                "outer begins": " ".join(self._outer_begins()),
             },
         }
         if is_empty:  # PyTorch has made a step of zeros, for the names of what is loaded
@@ -108,8 +108,7 @@ class Checkpoint:
             return
         if not saved["counters"]["begins"]:
             set_optimizer_state_dict(model, optimizer.inner, saved["optimizer"])
-        if not saved["counters"]["outer begins"]:
-            self._load_outer(saved["outer"])
+        self._load_outer(saved["outer"], saved["counters"]["outer begins"].split())
         state = optimizer.saved_state()
         counters = {name: saved["counters"][name] for name in _COUNTERS}
         values = iter(local_part(saved["model"][_named(name)]) for name, _ in optimizer.named)
@@ -128,24 +127,34 @@ class Checkpoint:
             values = [local_part(p).clone() for _, p in named]
         return {_named(name): sharded_like(p, x) for (name, p), x in zip(named, values)}
 
+    @property
+    def _copies(self) -> list[tuple[str, torch.nn.Parameter, torch.Tensor]]:
+        """Return name and parameter of what is exchanged, and its global copy."""
+        copies = [c for group in self._optimizer.outer.param_groups for c in group["params"]]
+        return [(_named(name), p, c) for (name, p), c in zip(self._optimizer.named, copies)]
+
+    def _outer_begins(self) -> list[str]:
+        """Return the names of parameters that have no state: no exchange has stepped them yet."""
+        state = self._optimizer.outer.state
+        return [name for name, _, c in self._copies if not state.get(c)]
+
     def _outer_state(self) -> dict[str, Any]:
         """Return the outer optimizer's state by parameter, sharded as the model's."""
         with _state_of(self._optimizer.outer) as state:
-            copies = [p for group in self._optimizer.outer.param_groups for p in group["params"]]
             return {
-                _named(name): {
+                name: {
                     key: sharded_like(p, x) if torch.is_tensor(x) and x.shape == c.shape else x
                     for key, x in state[c].items()
                 }
-                for (name, p), c in zip(self._optimizer.named, copies)
+                for name, p, c in self._copies
             }
 
-    def _load_outer(self, saved: dict[str, Any]) -> None:
-        outer = self._optimizer.outer
-        copies = [p for group in outer.param_groups for p in group["params"]]
-        for (name, _), c in zip(self._optimizer.named, copies):
-            for key, x in saved.get(_named(name), {}).items():
-                outer.state[c][key] = local_part(x).clone() if torch.is_tensor(x) else x
+    def _load_outer(self, saved: dict[str, Any], begins: Collection[str]) -> None:
+        """Load the outer optimizer's state, of all parameters but those that it has not stepped."""
+        for name, _, c in self._copies:
+            for key, x in saved.get(name, {}).items() if name not in begins else ():
+                value = local_part(x).clone() if torch.is_tensor(x) else x
+                self._optimizer.outer.state[c][key] = value
 
 
 def _named(name: str) -> str:
@@ -163,22 +172,26 @@ def _packed(state: dict[str, Any]) -> bytes:
 
 @contextmanager
 def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
-    """Yield an optimizer's state; of one that has not stepped, that after a step of zeros."""
-    if optimizer.state:
-        yield optimizer.state
-        return
+    """Yield an optimizer's state; for what has not stepped, that after a step of zeros."""
     groups = optimizer.param_groups
     rates = [group.get("lr") for group in groups]
     parameters = [p for group in groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]
+    fresh = [not optimizer.state.get(p) for p in parameters]
+    if not any(fresh):
+        yield optimizer.state
+        return
     for group in groups:
         group["lr"] = 0.0
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
+    for p, begins in zip(parameters, fresh):
+        p.grad = torch.zeros_like(p) if begins else None
     with torch.enable_grad():
         optimizer.step()
-    for p in parameters:
-        p.grad = None
+    for p, gradient in zip(parameters, gradients):
+        p.grad = gradient
     for group, rate in zip(groups, rates):
         group["lr"] = rate
     yield optimizer.state
-    optimizer.state.clear()
+    for p, begins in zip(parameters, fresh):
+        if begins:
+            optimizer.state.pop(p, None)
