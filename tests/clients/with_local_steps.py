@@ -12,6 +12,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
@@ -313,8 +314,12 @@ def checkpoints(library: str, train: Callable[..., Any], folder: str) -> dict[st
 
 def best_model(folder: str) -> list[Any]:
     """Return a digest of the model that the Trainer has loaded at the end, and of the best one."""
+    from accelerate.state import AcceleratorState
+
     more = {"load_best_model_at_end": True, "bf16": True}
     model, _, evaluated, logged = by_trainer({}, folder, **more)
+    AcceleratorState._reset_state()  # the precision of a process, otherwise
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     losses = {row["step"]: row["eval_loss"] for row in logged if "eval_loss" in row}
     step = min(losses, key=lambda at: losses[at])
     return [digest(model), dict(map(tuple, evaluated)).get(step)]
