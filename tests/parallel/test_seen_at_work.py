@@ -1,4 +1,4 @@
-"""What a user sees of an exchange without Horovod: the line at its beginning, and counts."""
+"""Line at the beginning of an exchange, and counts, as a user sees them without Horovod."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is logged when compressing begins: numbers that hold, in one line, where a user sees it."""
+"""Line that is logged when compressing begins: its numbers hold, and a user sees it."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class Checkpoint:
             "counters": {
                 **{name: kept[name] for name in _COUNTERS},
                 "begins": is_empty and not kept["steps"],
-                "outer begins": " ".join(self._outer_begins()),
+                "outer begins": "\n".join(self._outer_begins()),
             },
         }
         if is_empty:  # PyTorch has made a step of zeros, for the names of what is loaded
@@ -108,7 +108,7 @@ class Checkpoint:
             return
         if not saved["counters"]["begins"]:
             set_optimizer_state_dict(model, optimizer.inner, saved["optimizer"])
-        self._load_outer(saved["outer"], saved["counters"]["outer begins"].split())
+        self._load_outer(saved["outer"], saved["counters"]["outer begins"].split("\n"))
         state = optimizer.saved_state()
         counters = {name: saved["counters"][name] for name in _COUNTERS}
         values = iter(local_part(saved["model"][_named(name)]) for name, _ in optimizer.named)
@@ -191,7 +191,9 @@ def _state_of(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
         p.grad = gradient
     for group, rate in zip(groups, rates):
         group["lr"] = rate
-    yield optimizer.state
-    for p, begins in zip(parameters, fresh):
-        if begins:
-            optimizer.state.pop(p, None)
+    try:
+        yield optimizer.state
+    finally:
+        for p, begins in zip(parameters, fresh):
+            if begins:
+                optimizer.state.pop(p, None)

@@ -9,13 +9,11 @@ no attack here: PyTorch finds it first, DDP in its constructor and FSDP in the f
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,35 +83,8 @@ def end(model: Any, optimizer: Any) -> str:
     return digest([p.detach().numpy() for p in whole])
 
 
-def alone(trial: Trial, change: Callable[[], Any]) -> None:
-    if dist.get_rank() == FAULTY:
-        trial.now()
-        change()
-
-
-def around(change: Callable[[Any, Any], Any]) -> Callable[[Trial], str]:
-    """Some steps, what one rank does alone in the middle of a round, and more steps."""
-
-    def case(trial: Trial) -> str:
-        model, optimizer = local()
-        train(model, optimizer, 4)
-        alone(trial, lambda: change(model, optimizer))
-        train(model, optimizer, 8)
-        return end(model, optimizer)
-
-    return case
-
-
-def other_settings(**more: Any) -> Callable[[Trial], str]:
-    """Arguments of `local` on one rank."""
-
-    def case(trial: Trial) -> str:
-        trial.now()
-        model, optimizer = local(**(more if dist.get_rank() == FAULTY else {}))
-        train(model, optimizer, 12)
-        return end(model, optimizer)
-
-    return case
+ATTACKS = trials.LocalAttacks(local, train, end, lambda: dist.get_rank() == FAULTY)
+alone, around, other_settings = ATTACKS.alone, ATTACKS.around, ATTACKS.other_settings
 
 
 def other_mesh(trial: Trial) -> str:
@@ -221,16 +192,7 @@ def main(folder: str, settings: str, *names: str) -> None:
     options.update(json.loads(settings))
     torch.set_num_threads(1)
     rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
-    met = itertools.count()
-
-    def meet() -> None:
-        """Begin anew: groups that were destroyed on some ranks would give others other names."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        path = Path(folder, f"met-{next(met)}").absolute()
-        dist.init_process_group("gloo", f"file://{path}", rank=rank, world_size=size)
-
-    trials.run(folder, rank, CASES, names, meet)
+    trials.run(folder, rank, CASES, names, trials.meeting(folder, rank, size))
     dist.destroy_process_group()
 
 

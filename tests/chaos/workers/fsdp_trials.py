@@ -7,12 +7,10 @@ and 1 share the first, and rank 3 has the same shard as 1, the faulty one.
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -224,16 +222,7 @@ def main(folder: str, cases: str, *names: str) -> None:
     del cases
     torch.set_num_threads(1)
     rank, size = int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"])
-    met = itertools.count()
-
-    def meet() -> None:
-        """Begin anew: groups that were destroyed on some ranks would give others other names."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        path = Path(folder, f"met-{next(met)}").absolute()
-        dist.init_process_group("gloo", f"file://{path}", rank=rank, world_size=size)
-
-    trials.run(folder, rank, CASES, names, meet)
+    trials.run(folder, rank, CASES, names, trials.meeting(folder, rank, size))
     dist.destroy_process_group()
 
 

@@ -61,33 +61,8 @@ def end(model, optimizer):
     return digest([p.detach().numpy() for p in model.parameters()])
 
 
-def alone(trial: Trial, change: Callable[[], Any]) -> None:
-    if hvd.rank() == FAULTY:
-        trial.now()
-        change()
-
-
-def around(change: Callable[[Any, Any], Any], build: Any = local) -> Callable[[Trial], str]:
-    """Some steps, what one rank does alone, and more steps."""
-
-    def case(trial: Trial) -> str:
-        model, optimizer = build()
-        train(model, optimizer, 4)
-        alone(trial, lambda: change(model, optimizer))
-        train(model, optimizer, 8)
-        return end(model, optimizer)
-
-    return case
-
-
-def other_settings(**more: Any) -> Callable[[Trial], str]:
-    def case(trial: Trial) -> str:
-        trial.now()
-        model, optimizer = local(**(more if hvd.rank() == FAULTY else {}))
-        train(model, optimizer, 12)
-        return end(model, optimizer)
-
-    return case
+ATTACKS = trials.LocalAttacks(local, train, end, lambda: hvd.rank() == FAULTY)
+alone, around, other_settings = ATTACKS.alone, ATTACKS.around, ATTACKS.other_settings
 
 
 def other_parameters(trial: Trial) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import json
 import os
 import resource
@@ -13,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import hvd_gradcomp
 
@@ -86,6 +87,69 @@ def run(
             _append(path, {**line, **trial.details})
             if any(word in message for word in ENDS):
                 raise SystemExit(1)
+
+
+def meeting(folder: str, rank: int, size: int) -> Callable[[], None]:
+    """Return what lets ranks meet before each trial, in a process group of their own."""
+    import torch.distributed as dist  # not where TensorFlow is attacked
+
+    met = itertools.count()
+
+    def meet() -> None:
+        """Begin anew: groups that were destroyed on some ranks would give others other names."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        path = Path(folder, f"met-{next(met)}").absolute()
+        dist.init_process_group("gloo", f"file://{path}", rank=rank, world_size=size)
+
+    return meet
+
+
+class LocalAttacks(NamedTuple):
+    """Attacks on local steps of any frontend, which supplies what they are made of.
+
+    Attributes:
+        local: returns a model and its optimizer; takes the settings of local steps.
+        train: makes so many steps.
+        end: exchanges, and returns a digest of the parameters.
+        is_faulty: returns True on the rank that makes mistakes.
+    """
+
+    local: Callable[..., tuple[Any, Any]]
+    train: Callable[[Any, Any, int], None]
+    end: Callable[[Any, Any], str]
+    is_faulty: Callable[[], bool]
+
+    def alone(self, trial: Trial, change: Callable[[], Any]) -> None:
+        """Do something on one rank, as its mistake."""
+        if self.is_faulty():
+            trial.now()
+            change()
+
+    def around(
+        self, change: Callable[[Any, Any], Any], build: Any = None
+    ) -> Callable[[Trial], str]:
+        """Return a case: some steps, what one rank does alone, and more steps."""
+
+        def case(trial: Trial) -> str:
+            model, optimizer = (build or self.local)()
+            self.train(model, optimizer, 4)
+            self.alone(trial, lambda: change(model, optimizer))
+            self.train(model, optimizer, 8)
+            return self.end(model, optimizer)
+
+        return case
+
+    def other_settings(self, **more: Any) -> Callable[[Trial], str]:
+        """Return a case: arguments of `local` on one rank."""
+
+        def case(trial: Trial) -> str:
+            trial.now()
+            model, optimizer = self.local(**(more if self.is_faulty() else {}))
+            self.train(model, optimizer, 12)
+            return self.end(model, optimizer)
+
+        return case
 
 
 def _raised_by_package(error: BaseException) -> bool:

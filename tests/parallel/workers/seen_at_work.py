@@ -1,4 +1,4 @@
-"""What a user is shown of an exchange, one rank of four: the line at its beginning, and counts."""
+"""Line at the beginning of an exchange, and counts, as a user sees them: one rank of four."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def reduced(run):
 
 
 def counted():
-    """What this optimizer has sent, and nothing of what others do at the same time."""
+    """Statistics count the bytes of their own optimizer, and of nothing else at the same time."""
     mesh = mesh_of()
     inside = mesh["in"].get_group()
     steps = EVERY * ROUNDS
