@@ -60,7 +60,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup check test sweep clients-ray test-older triton traffic asan compat demo bench papers gpu bench-loopback \
-	bench-steps hosts hosts-possible worth soak chaos images test-image image-gpu \
+	bench-steps hosts hosts-possible worth worth-gpu soak chaos images test-image image-gpu \
 	clean-images fuzz wheels torch-alone docs tutorial clean
 
 help: ## list the targets
@@ -150,8 +150,13 @@ bench-steps: $(horovod) ## whole steps of two ranks, backward to the end of step
 hosts: hosts-possible $(horovod) ## 2 and 4 hosts over ssh, links of 1 Gb/s and 100 Mb/s; needs root
 	@$(run) -m benchmarks.hosts $(ARGS)
 
-worth: hosts-possible $(horovod) ## time to a target loss over slow links, between two hosts; an hour; needs root
+worth: $(horovod) ## trainings by recipes that people use, and the time to a loss over slow links; hours
 	@$(run) -m benchmarks.worth $(ARGS)
+
+worth-gpu: ## the same for a GPT of 124 million parameters, four replicas on one GPU, in ten minutes
+	@[ "$(SETUP)" = 0 ] || { echo "worth-gpu: uses what is installed: make worth-gpu SETUP=0 PYTHON=..." >&2; exit 2; }
+	@$(run) -m benchmarks.worth --lockstep --recipe gpt-124 --hosts 4 --minutes 9 --parts tune \
+		--methods dense qsgd local nesterov-first eighth-5 --json docs/measured/worth.json $(ARGS)
 
 hosts-possible:
 ifneq ($(SETUP),0)

@@ -39,9 +39,12 @@ class Block(nn.Module):
         count, length, width = x.shape
         q, k, v = self.qkv(self.norms[0](x)).chunk(3, -1)
         q, k, v = (t.view(count, length, self.heads, -1).transpose(1, 2) for t in (q, k, v))
-        y = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        y = self.attend(q, k, v)
         x = x + self.out(y.transpose(1, 2).reshape(count, length, width))
         return x + self.down(functional.gelu(self.up(self.norms[1](x))))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
 
 
 class GPT(nn.Module):
@@ -54,7 +57,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         return functional.linear(self.norm(self.blocks(x)), self.words.weight)
 
 

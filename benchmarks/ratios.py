@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from tabulate import tabulate
 
 from hvd_gradcomp import (
     Compressor,
@@ -71,10 +70,10 @@ def moved(compressor: Compressor, shapes: Sequence[tuple[int, ...]], ranks: int)
     for _ in range(STEPS if keeps else 2):
         drawn = [[torch.randn(s, generator=random) for s in shapes] for _ in range(ranks)]
         world.step([world.flat(tensors) for tensors in drawn])
-    return Moved(*map(sum, zip(*(_of(requests, ranks) for requests in world.traffic))))
+    return Moved(*map(sum, zip(*(of_round(requests, ranks) for requests in world.traffic))))
 
 
-def _of(requests: Sequence[Any], ranks: int) -> Moved:
+def of_round(requests: Sequence[Any], ranks: int) -> Moved:
     """Counts one round, by what each rank has asked for."""
     size = float(requests[0].tensor.numel() * requests[0].tensor.element_size())
     kind = type(requests[0]).__name__.lower()
@@ -96,6 +95,8 @@ def dense_up_to(compressor: Compressor, limit: int = 256) -> int:
 
 def main() -> None:
     """Prints the table."""
+    from tabulate import tabulate  # `benchmarks.worth` counts bytes where it is missing
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     ranks = parser.parse_args().ranks

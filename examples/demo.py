@@ -31,7 +31,7 @@ from rich.table import Table
 FRAMEWORKS = {"PyTorch": "examples.pytorch.digits", "Keras 3": "examples.keras.digits"}
 METHODS = ("none", "variance", "hybrid")
 MEASURED = Path(__file__).resolve().parents[1] / "docs/measured"
-HOSTS, WORTH = MEASURED / "hosts.json", MEASURED / "worth-transformer.json"
+HOSTS, WORTH = MEASURED / "hosts.json", MEASURED / "worth.json"
 WAYS = ("dense", "QSGD(", "Variance(", "Hybrid(")
 RATES = {"1gbit": "1 Gb/s", "100mbit": "100 Mb/s"}
 ONE_MACHINE = (

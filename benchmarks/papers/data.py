@@ -10,6 +10,7 @@ import gzip
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,14 +31,18 @@ class DataError(RuntimeError):
     """Data is missing or is not what it should be; the message says what to do."""
 
 
-def install(folder: Path | None) -> None:
+def install(folder: Path | None, files: Sequence[str] = (*FILES, TEXT)) -> None:
     """Sees to it that the data is there.
+
+    Args:
+        folder: in the place of Debian's packages.
+        files: that it has to have.
 
     Raises:
         DataError: it is not, and cannot be brought.
     """
     if folder is not None:
-        missing = [name for name in (*FILES, TEXT) if not (folder / name).exists()]
+        missing = [name for name in files if not (folder / name).exists()]
         if missing:
             raise DataError(
                 f"{folder} lacks {', '.join(missing)}. Put the files there, or leave --data out: "

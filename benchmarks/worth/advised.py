@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,30 +11,36 @@ from typing import Any
 import torch
 
 import hvd_gradcomp
-from benchmarks.papers.parts import Scale
-from benchmarks.papers.training import TASKS as DATA
 from benchmarks.rig import Hosts
-from benchmarks.worth.methods import COMMON, STOCK, TASKS
+from benchmarks.worth.methods import DENSE, METHODS
+from benchmarks.worth.recipes import RECIPES, SMALL, task
+from benchmarks.worth.results import Results, Setting, usual
 from hvd_gradcomp.planning.description import brief
 
-FOLDER = "WORTH_DATA"  # environment variable: a folder in the place of Debian's packages
+FOLDER, RECIPE, HOSTS = "WORTH_DATA", "WORTH_RECIPE", "WORTH_HOSTS"  # environment variables
 COMMAND = ["python", "-m", "hvd_gradcomp", "advise", "--rounds", "9"]
-MODEL = "benchmarks.worth.advised:transformer"
-COMPARED = ("bf16", "int8", "qsgd", "power", "chunked", "denser-5")  # methods whose compressors
+MODEL = "benchmarks.worth.advised:model"
+COMPARED = ("bf16", "int8", "qsgd", "power", "eighth-5")  # methods whose compressors are measured
 
 
-def transformer() -> tuple[torch.nn.Module, Any, torch.optim.Optimizer]:
-    """Return what `make worth` trains, the loss of its next batch, and its optimizer."""
-    folder = os.environ.get(FOLDER)
-    data = DATA["transformer"](Path(folder) if folder else None, Scale(6400, 4))
+def model() -> tuple[torch.nn.Module, Any, torch.optim.Optimizer]:
+    """Return what a rank of `make worth` trains, the loss of its next batch, and its optimizer.
+
+    The recipe is the environment's, the small GPT by default, and so is the number of hosts.
+    """
+    recipe, folder = os.environ.get(RECIPE, SMALL), os.environ.get(FOLDER)
+    setting = usual(recipe, int(os.environ.get(HOSTS, "2")))
+    data = task(recipe, setting.batch // setting.hosts, 0, 1, Path(folder) if folder else None)
     torch.manual_seed(1)
     model = data.model()
-    losses = data.epoch(model, 1000)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=TASKS["transformer"].rate)
+    losses = data.batches(model, 1)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
+    if RECIPES[recipe].optimizer == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return model, lambda: next(losses)(), optimizer
 
 
-def advice(hosts: Hosts, folder: Path | None, timeout: float) -> dict[str, Any]:
+def advice(hosts: Hosts, setting: Setting, folder: Path | None, limit: float) -> dict[str, Any]:
     """Run the command between the hosts; return its JSON.
 
     Raises:
@@ -43,51 +48,50 @@ def advice(hosts: Hosts, folder: Path | None, timeout: float) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch, "advice.json")
-        chosen = [f"--compression={COMMON[method].compressor}" for method in COMPARED]
+        chosen = [f"--compression={METHODS[method].compressor}" for method in COMPARED]
         command = [*COMMAND, "--model", MODEL, "--json", str(path), *chosen]
-        env = {FOLDER: str(folder)} if folder else {}
+        env = {RECIPE: setting.recipe, HOSTS: str(setting.hosts)}
+        env |= {FOLDER: str(folder)} if folder else {}
         env |= {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-        hosts.horovodrun(command, env=env, timeout=timeout)
+        hosts.horovodrun(command, env=env, timeout=limit)
         return dict(json.loads(path.read_text()))
 
 
 def method_of(advice: dict[str, Any]) -> str:
-    """Return the key of the method that was recommended; stock Horovod for none.
+    """Return the key of the method that was recommended.
 
     Raises:
         ValueError: no method of `make worth` is like it.
     """
-    local = advice["local_steps"]
-    if local is None and advice["use"] is None:
-        return STOCK
-    use = advice["use"] if local is None else local["use"]
-    for key, method in COMMON.items():
-        alike = brief(eval(method.compressor.format(momentum=0.0), vars(hvd_gradcomp))) == use
-        every = f"every={local['every']}, outer" if local else ""
-        if alike and not method.library and method.local.partition("=OuterSGD")[0] == every:
+    local, use = advice["local_steps"], advice["use"]
+    if local is None and use is None:
+        return DENSE
+    use = use if local is None else local["use"]
+    every = "" if local is None else f"every={local['every']}"
+    for key, method in METHODS.items():
+        if not method.compressor or method.local != every or method.dense_first:
+            continue
+        text = method.compressor.format(momentum=0.0)
+        if brief(eval(text, vars(hvd_gradcomp))) == use:
             return key
     raise ValueError(f"no method of make worth is like what advise says: {use}, {local}")
 
 
-def compared(advice: dict[str, Any], sooner: dict[str, list[float]]) -> dict[str, Any]:
-    """Return what was recommended, and how far it is from the best that was measured.
-
-    Args:
-        said: by `advise`.
-        sooner: times sooner at the target by method, for each seed; of methods that were timed.
-    """
-    middle = {
-        method: statistics.median(speed_ups) for method, speed_ups in sooner.items() if speed_ups
+def compared(
+    results: Results, setting: Setting, ratio: float, advice: dict[str, Any]
+) -> dict[str, Any]:
+    """Return what was recommended, and how far it is from the best that was measured."""
+    seconds = {
+        method: results.seconds(setting, method, ratio) for method in results.methods(setting)
     }
-    method, best = method_of(advice), max(middle, key=lambda key: middle[key])
+    known = {method: each for method, each in seconds.items() if each is not None}
+    method, best = method_of(advice), min(known, key=lambda key: known[key])
     local = advice["local_steps"]
     return {
         "method": method,
-        "expected": local["sooner"] if local else None,
-        "sooner": middle.get(method),
         "best": best,
-        "best_sooner": middle[best],
-        "within": middle[best] / middle[method] if method in middle else None,
+        "expected": local["sooner"] if local else None,
+        "within": known[method] / known[best] if method in known else None,
         "forward_backward_ms": advice["forward_ms"] + advice["backward_ms"],
         "bandwidth": advice["bandwidth"],
     }

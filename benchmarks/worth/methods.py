@@ -1,10 +1,8 @@
-"""Ways to exchange that `make worth` compares, and the tasks that it trains."""
+"""Ways to exchange that are compared: those of PyTorch, and ours."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-STOCK = "stock"
 
 
 @dataclass(frozen=True)
@@ -13,105 +11,98 @@ class Method:
 
     Attributes:
         title: in tables and figures.
-        compressor: an expression of hvd_gradcomp's names.
-        local: arguments of `LocalSteps`; empty for an exchange in each step.
-        library: "" for this package over Horovod; "horovod" or "ddp" for these without it.
-        hook_rank: of PyTorch's PowerSGD hook, with "ddp"; 0 for none.
+        compressor: of ours, an expression of hvd_gradcomp's names; "" for none.
+        local: arguments of `ddp.local_steps`, with `rate` for the highest rate of learning, and
+            `warmup` for the steps of its warm-up; "" for an exchange in each step.
+        passes: whose gradients are added up before an exchange and a step.
+        peer: of PyTorch, "powerSGD_hook" or "PostLocalSGDOptimizer".
+        inner: "muon" in the place of the recipe's optimizer, for matrices.
         lead: steps before those that are timed, in which payloads settle.
+        sure: three seeds, since it is recommended or refuted.
+        dense_first: the steps of the rate's warm-up are uncompressed.
     """
 
     title: str
-    compressor: str = "NoneCompressor()"
+    compressor: str = ""
     local: str = ""
-    library: str = ""
-    hook_rank: int = 0
+    passes: int = 1
+    peer: str = ""
+    inner: str = ""
     lead: int = 5
+    sure: bool = False
+
+    @property
+    def dense_first(self) -> bool:
+        return "warmup" in self.local + self.compressor or self.peer == "PostLocalSGDOptimizer"
+
+    @property
+    def timed(self) -> int:
+        """Steps to time: whole rounds."""
+        rare = bool(self.local) or self.peer == "PostLocalSGDOptimizer"
+        return 2 * PERIOD if rare else max(8, self.passes)
 
 
-@dataclass(frozen=True)
-class Training:
-    """A task of `benchmarks.papers`, its optimizer, and how far it is trained.
-
-    Attributes:
-        task: "transformer" or "images".
-        title: in tables and figures.
-        optimizer: "adamw", or "sgd" with momentum 0.9.
-        rate: of learning, constant.
-        goal: the target is the loss of dense gradients after so many steps.
-        methods: by key; the first is stock Horovod, uncompressed.
-    """
-
-    task: str
-    title: str
-    optimizer: str
-    rate: float
-    goal: int
-    methods: dict[str, Method]
-
-
-AVERAGE = "outer=OuterSGD(1, 0)"
-COMMON = {
-    STOCK: Method("Horovod, uncompressed", library="horovod"),
-    "ddp": Method("DDP, uncompressed", library="ddp"),
+PERIOD = 15
+EIGHTH = "ChunkedTopKCompressor(k=512, values='int4', decay=1)"
+QUARTER = "ChunkedTopKCompressor(k=1024, values='int4', decay=1)"
+FIRST = "warmup_steps=warmup"
+NESTEROV = "outer=OuterSGD(0.7, 0.9)"
+DENSE = "dense"
+METHODS = {
+    DENSE: Method("dense", sure=True),
+    "accumulate-4": Method("gradients of 4 steps", passes=4, sure=True),
+    "accumulate-16": Method("gradients of 16 steps", passes=16),
+    "post-local": Method("PostLocalSGDOptimizer, every 15", peer="PostLocalSGDOptimizer", lead=10),
+    "hook": Method("powerSGD_hook, rank 4", peer="powerSGD_hook", lead=15),
     "bf16": Method("bfloat16", "BF16Compressor()"),
     "int8": Method("Int8", "Int8Compressor()"),
-    "qsgd": Method("QSGD, 4 bits", "QSGDCompressor(bits=4)"),
+    "qsgd": Method("QSGD, 4 bits", "QSGDCompressor(bits=4)", sure=True),
     "power": Method("PowerSGD, rank 4", "PowerSGDCompressor(rank=4)"),
-    "hook": Method("DDP's powerSGD_hook, rank 4", library="ddp", hook_rank=4, lead=15),
-    "variance": Method(
-        "Variance, alpha 1",
-        "VarianceCompressor(alpha=1, capacity='latest', index_coding='elias_fano')",
-        lead=60,
-    ),
+    "variance": Method("Variance, alpha 1", "VarianceCompressor(alpha=1, moments='step')", lead=60),
     "egc": Method("EGC, K 1,024", "EGCCompressor(K=1024, momentum={momentum})"),
-    "chunked": Method("chunked top-k", "ChunkedTopKCompressor()"),
-    "local": Method("LocalSteps, 15", local=f"every=15, {AVERAGE}"),
-    "local-int8": Method("LocalSteps, 15, Int8", "Int8Compressor()", f"every=15, {AVERAGE}"),
-    "local-int8-5": Method("LocalSteps, 5, Int8", "Int8Compressor()", f"every=5, {AVERAGE}"),
-    "denser-5": Method(
-        "LocalSteps, 5, chunked top-k of 1/8 in 4 bits",
-        "ChunkedTopKCompressor(k=512, values='int4', decay=1)",
-        f"every=5, {AVERAGE}",
-    ),
-    "quarter-5": Method(
-        "LocalSteps, 5, chunked top-k of 1/4 in 4 bits",
-        "ChunkedTopKCompressor(k=1024, values='int4', decay=1)",
-        f"every=5, {AVERAGE}",
-    ),
-    "quarter-10": Method(
-        "LocalSteps, 10, chunked top-k of 1/4 in 4 bits",
-        "ChunkedTopKCompressor(k=1024, values='int4', decay=1)",
-        f"every=10, {AVERAGE}",
-    ),
-    "denser-10": Method(
-        "LocalSteps, 10, chunked top-k of 1/8 in 4 bits",
-        "ChunkedTopKCompressor(k=512, values='int4', decay=1)",
-        f"every=10, {AVERAGE}",
-    ),
-    "denser-10-late": Method(
-        "LocalSteps, 10, chunked top-k of 1/8 in 4 bits, 2 steps late",
-        "ChunkedTopKCompressor(k=512, values='int4', decay=1)",
-        f"every=10, delay=2, {AVERAGE}",
-    ),
-    "denser-5-late": Method(
-        "LocalSteps, 5, chunked top-k of 1/8 in 4 bits, 1 step late",
-        "ChunkedTopKCompressor(k=512, values='int4', decay=1)",
-        f"every=5, delay=1, {AVERAGE}",
-    ),
-    "sparse-5": Method("SparseLoCo, 5", "ChunkedTopKCompressor()", f"every=5, {AVERAGE}"),
-    "sparse-15": Method("SparseLoCo, 15", "ChunkedTopKCompressor()", f"every=15, {AVERAGE}"),
     "dgc": Method(
-        "DGC, 0.1 %, warm-up", "after(60, None, DGCCompressor(momentum={momentum}))", lead=65
+        "DGC, 0.1 %, dense first",
+        "after({warmup}, None, DGCCompressor(momentum={momentum}))",
+        lead=15,
+    ),
+    "chunked": Method("chunked top-k, 1/64", "ChunkedTopKCompressor()"),
+    "local": Method("every 15, averaged", local="every=15", sure=True),
+    "local-first": Method("every 15, averaged, dense first", local=f"every=15, {FIRST}"),
+    "local-int8": Method("every 15, averaged, Int8", "Int8Compressor()", "every=15", sure=True),
+    "local-int8-5": Method("every 5, averaged, Int8", "Int8Compressor()", "every=5", sure=True),
+    "eighth-5": Method("every 5, averaged, 1/8 in 4 bits", EIGHTH, "every=5", sure=True),
+    "quarter-5": Method("every 5, averaged, 1/4 in 4 bits", QUARTER, "every=5"),
+    "sparse-15": Method("every 15, averaged, SparseLoCo", "ChunkedTopKCompressor()", "every=15"),
+    "nesterov": Method("every 15, Nesterov", local=f"every=15, {NESTEROV}"),
+    "nesterov-first": Method(
+        "every 15, Nesterov, dense first", local=f"every=15, {NESTEROV}, {FIRST}", sure=True
+    ),
+    "nesterov-int8": Method(
+        "every 15, Nesterov, dense first, Int8",
+        "Int8Compressor()",
+        f"every=15, {NESTEROV}, {FIRST}",
+        sure=True,
+    ),
+    "nesterov-eighth": Method(
+        "every 15, Nesterov, dense first, 1/8 in 4 bits",
+        EIGHTH,
+        f"every=15, {NESTEROV}, {FIRST}",
+    ),
+    "quadratic": Method(
+        "quadratic rule from 5, averaged, Int8",
+        "Int8Compressor()",
+        "every=QuadraticRule(rate * 5 ** .5, base=5)",
+    ),
+    "muon": Method("dense, Muon", inner="muon"),
+    "muon-local": Method(
+        "every 15, Nesterov, dense first, Muon, 2 bits",
+        "ChunkedTopKCompressor(k=4096, values='int2', decay=1)",
+        f"every=15, {NESTEROV}, {FIRST}",
+        inner="muon",
     ),
 }
-TASKS = {
-    "transformer": Training(
-        "transformer", "transformer on text, AdamW", "adamw", 0.001, 420, COMMON
-    ),
-    "images": Training("images", "VGG on clothes, SGD with momentum", "sgd", 0.05, 300, COMMON),
-}
-LOOK = 30  # steps between looks at the loss; a multiple of all numbers of local steps
-TIMED = 30  # steps, likewise
-LIMIT = 3  # times the goal: who has not reached the target by then never does
-SEPARATE = 40  # steps that are timed without any exchange
-MARK = "WORTH "  # begins a worker's line with a result
+PLAIN = (DENSE, "accumulate-4", "accumulate-16")  # uncompressed, in each step
+MAIN = (  # methods of the larger models
+    DENSE, "accumulate-4", "post-local", "hook", "qsgd", "local-int8", "local-int8-5",
+    "eighth-5", "nesterov-int8",
+)  # fmt: skip

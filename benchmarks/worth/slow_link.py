@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import statistics
 import sys
 from pathlib import Path
 
 from rich.table import Table
 
 from benchmarks.rig import Hosts, HostsError, JobError, bits_per_second, refusal
-from benchmarks.worth import __main__ as worth
+from benchmarks.worth.methods import DENSE, METHODS
+from benchmarks.worth.recipes import RECIPES, SMALL
+from benchmarks.worth.results import Results, usual
+from benchmarks.worth.timings import predicted, timed
 
-SLOW, LINK = ("stock", "bf16", "hook", "local-int8", "denser-5"), "100mbit"
+SETTING, LINK = usual(SMALL), "100mbit"
+SLOW = (DENSE, "accumulate-4", "hook", "qsgd", "local-int8-5", "local-int8")
 
 
-def timed_here(known: worth.Measured) -> dict[str, float]:
+def timed_here() -> dict[str, float]:
     """Time a step over the slow link, ms by method; empty where there are no hosts, or no text."""
     if refusal() is not None or shutil.which("bible") is None:
         return {}
     try:
-        with Hosts(known.all["hosts"], LINK) as hosts:
-            rows = worth.job(hosts, known.all["task"], "time", SLOW, timeout=300.0)
+        with Hosts(SETTING.hosts, LINK) as hosts:
+            rows = timed(hosts, SETTING, SLOW, None, limit=300.0)
     except (HostsError, JobError) as error:
         print(f"A step over the slow link cannot be timed here. {error}", file=sys.stderr)
         return {}
-    return {row["method"]: row["ms"] for row in rows}
+    return {method: ms for method, (ms, _) in rows.items()}
 
 
 def training(path: Path) -> Table:
@@ -38,20 +40,24 @@ def training(path: Path) -> Table:
     Args:
         path: of what `make worth` has measured.
     """
-    kept = json.loads(path.read_text())
-    known = worth.Measured(path, worth.TASKS[kept["task"]], kept["hosts"])
-    step = timed_here(known)
-    how = "measured here, now" if step else "predicted from docs/measured"
-    step = step or {method: known.predicted_ms(method, bits_per_second(LINK)) for method in SLOW}
-    title = f"A transformer to one loss, {known.all['hosts']} hosts at 100 Mb/s: {how}"
+    known = Results(path)
+    ms = timed_here()
+    how = "measured here, now" if ms else "predicted from docs/measured"
+    rate = bits_per_second(LINK)
+    ms = ms or {method: predicted(known, SETTING, method, rate) for method in SLOW}
+    title = f"A transformer to one loss, {SETTING.hosts} hosts at 100 Mb/s: {how}"
     shown = Table(title=title)
     for head in ("method", "ms/step", "steps", "minutes", "times sooner"):
         shown.add_column(head, justify="left" if head == "method" else "right")
-    minutes = {}
+    dense = None
     for method in SLOW:
-        steps = statistics.median(steps for steps in known.steps(method) if steps)
-        minutes[method] = step[method] * steps / 6e4
-        cells = f"{step[method]:,.0f}", f"{steps:.0f}", f"{minutes[method]:.1f}"
-        times = minutes[SLOW[0]] / minutes[method]
-        shown.add_row(known.training.methods[method].title, *cells, f"{times:.1f}")
+        length = known.needed(SETTING, method)
+        if length is None:
+            shown.add_row(METHODS[method].title, f"{ms[method]:,.0f}", "not reached", "", "")
+            continue
+        steps = length * RECIPES[SETTING.recipe].steps
+        minutes = ms[method] * steps / 6e4
+        dense = dense or minutes
+        cells = f"{ms[method]:,.0f}", f"{steps:,.0f}", f"{minutes:.1f}", f"{dense / minutes:.1f}"
+        shown.add_row(METHODS[method].title, *cells)
     return shown

@@ -1,179 +1,253 @@
-"""Worker of `make worth`: trains with each method of a job; rank 0 prints a line of JSON for each.
+"""Rank of a training: trains or times the methods of a job; rank 0 prints a line of JSON for each.
 
-horovodrun --gloo -np 2 python -m benchmarks.worth.worker JOB.json
+torchrun --standalone --nproc-per-node 2 -m benchmarks.worth.worker JOB.json
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+import gc
 import json
 import logging
-import statistics
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as horovod
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import hvd_gradcomp
-import hvd_gradcomp.torch as hvd
-from benchmarks.papers.hook import PowerSGDHook, connect
-from benchmarks.papers.parts import Scale
-from benchmarks.papers.training import TASKS as DATA
-from benchmarks.papers.training import Loss
-from benchmarks.worth.methods import LIMIT, LOOK, MARK, SEPARATE, TASKS, TIMED, Method, Training
+from benchmarks.worth.methods import METHODS, PERIOD, Method
+from benchmarks.worth.recipes import RECIPES, Task, share, task
+from benchmarks.worth.results import Run
+from benchmarks.worth.trainings import MARK
+from hvd_gradcomp.torch import ddp
+
+HOOK_RANK, HOOK_FIRST = 4, 10
+FIRST = 5  # dense steps of a training that is timed, of methods that begin so
+NOTES = 20  # of the training's loss
+Optimizers = list[Any]
 
 
-class Run:
-    """One training with one method.
+class Training:
+    """One training by one method, on this rank.
 
     Args:
-        training: what is trained.
-        method: how ranks exchange; None for not at all.
-        data: of the task.
-        seed: of the model and the batches.
+        run: what is trained, and how.
+        data: of its recipe.
+        warmup_steps: of the rate, and dense ones.
     """
 
-    def __init__(self, training: Training, method: Method | None, data: Any, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.model: nn.Module = data.model()
-        self._data, self._seed, self._method = data, seed, method
-        self.forward: nn.Module = self.model
-        parameters, decay = self.model.parameters(), data.decay
-        plain: torch.optim.Optimizer
-        if training.optimizer == "adamw":
-            plain = torch.optim.AdamW(parameters, lr=training.rate, weight_decay=decay)
-        else:
-            plain = torch.optim.SGD(parameters, training.rate, 0.9, weight_decay=decay)
-        hvd.broadcast_parameters(self.model.state_dict(), root_rank=0)
-        self.optimizer: Any = plain
-        self._hook: PowerSGDHook | None = None
-        self._bytes: Callable[[], int] = lambda: 0
-        if method is not None:
-            self._exchange(method, plain, 0.0 if training.optimizer == "adamw" else 0.9)
-        self._losses = self._batches()
+    def __init__(self, run: Run, data: Task, warmup_steps: int) -> None:
+        torch.manual_seed(run.seed)
+        self.plain = data.model().to("cuda" if torch.cuda.is_available() else "cpu")
+        self.parameters = [p for p in self.plain.parameters() if p.requires_grad]
+        self._recipe, self._method, self._data = RECIPES[run.recipe], METHODS[run.method], data
+        self._rate, self.steps = run.rate, round(run.length * self._recipe.steps)
+        self._warmup_steps = warmup_steps
+        self.model = DistributedDataParallel(self.plain)
+        self._inner = self._optimizers()
+        self.optimizers: Optimizers = self._inner
+        self._sent: Callable[[], int] | None = None
+        self._exchange()
+        self._batches = data.batches(self.model, run.seed)
+        self.step_made, self.losses = 0, torch.zeros(self.steps)
 
-    def _exchange(self, method: Method, plain: torch.optim.Optimizer, momentum: float) -> None:
-        named = self.model.named_parameters()
-        compressor = eval(method.compressor.format(momentum=momentum), vars(hvd_gradcomp))
-        if method.hook_rank:
-            self._hook = PowerSGDHook(self.model, method.hook_rank)
-            self.forward = self._hook.model
-            self._bytes = lambda: self._hook.stats().bytes_sent if self._hook else 0
-        elif method.library == "ddp":
-            connect()
-            self.forward = DistributedDataParallel(self.model)
-        elif method.library == "horovod":
-            self.optimizer = horovod.DistributedOptimizer(plain, named)
-        else:
-            if method.local:
-                how = eval(f"dict({method.local})", vars(hvd_gradcomp))
-                self.optimizer = hvd.LocalSteps(plain, named, compression=compressor, **how)
+    def _optimizers(self) -> Optimizers:
+        if self._recipe.optimizer == "sgd":
+            decay = self._recipe.decay
+            return [torch.optim.SGD(self.parameters, self._rate, 0.9, weight_decay=decay)]
+        how = {"lr": self._rate, "weight_decay": self._recipe.decay}
+        if self._method.inner == "muon":
+            matrices = [p for p in self.plain.blocks.parameters() if p.dim() == 2]
+            others = [p for p in self.parameters if not any(p is m for m in matrices)]
+            muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **how)
+            return [muon, torch.optim.AdamW(others, betas=(0.9, 0.95), **how)]
+        return [torch.optim.AdamW(self.parameters, betas=(0.9, 0.95), **how)]
+
+    def _exchange(self) -> None:
+        """Let the method exchange in the place of `DistributedDataParallel`, if it does."""
+        method, warmup = self._method, self._warmup_steps
+        names = {**vars(hvd_gradcomp), "warmup": warmup, "rate": self._rate}
+        momentum = 0.9 if self._recipe.optimizer == "sgd" else 0.0
+        text = method.compressor.format(momentum=momentum, warmup=warmup)
+        compressor = eval(text, names) if text else None
+        if method.local:
+            how = eval(f"dict({method.local})", names)
+            if len(self._inner) > 1:
+                self.model = self.plain
+                self.optimizers = [
+                    ddp.LocalSteps(each, self._named(each), compression=compressor, **how)
+                    for each in self._inner
+                ]
             else:
-                self.optimizer = hvd.DistributedOptimizer(plain, named, compression=compressor)
-            statistics_of = partial(hvd.compression_stats, self.optimizer)
-            self._bytes = lambda: statistics_of().bytes_sent
+                local = ddp.local_steps(self.model, self._inner[0], compression=compressor, **how)
+                self.optimizers = [local]
+            self._sent = lambda: sum(x.stats().bytes_sent for x in self.optimizers)
+        elif text:
+            momenta = {"optimizer": self._inner[0]} if momentum and "momentum" in text else {}
+            state = ddp.compress(self.model, compressor, **momenta)
+            self._sent = lambda: int(state.stats().bytes_sent)
+        elif method.peer == "PostLocalSGDOptimizer":
+            hook = post_localSGD_hook.PostLocalSGDState(
+                None, None, warmup, post_local_gradient_allreduce=False
+            )
+            self.model.register_comm_hook(hook, post_localSGD_hook.post_localSGD_hook)
+            averager = PeriodicModelAverager(period=PERIOD, warmup_steps=warmup)
+            self.optimizers = [PostLocalSGDOptimizer(self._inner[0], averager)]
+        elif method.peer:
+            self._hook_power_sgd()
 
-    def _batches(self) -> Iterator[Loss]:
-        for epoch in itertools.count():
-            yield from self._data.epoch(self.forward, 1000 * self._seed + epoch)
+    def _hook_power_sgd(self) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        # One bucket: with two, the hook's callbacks took all of gloo's threads and waited forever.
+        self.model = DistributedDataParallel(self.plain, bucket_cap_mb=1024)
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=HOOK_RANK, start_powerSGD_iter=HOOK_FIRST
+        )
+        self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    def _named(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
+        trained = {p for group in optimizer.param_groups for p in group["params"]}
+        return [(name, p) for name, p in self.plain.named_parameters() if p in trained]
 
     def step(self) -> None:
-        loss = next(self._losses)
-        self.optimizer.zero_grad()
-        loss().backward()
-        stock = self._method is not None and self._method.library == "horovod"
-        if stock:
-            self.optimizer.synchronize()
-        if self._data.clip is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._data.clip)
-        if stock:
-            with self.optimizer.skip_synchronize():
-                self.optimizer.step()
-        else:
-            self.optimizer.step()
+        """Make a step of this rank: a batch, and where the passes are complete an update."""
+        method, now = self._method, self.step_made
+        for optimizer in self._inner:
+            for group in optimizer.param_groups:
+                group["lr"] = self._rate * share(now, self.steps, self._warmup_steps)
+        ends = (now + 1) % method.passes == 0 or now + 1 == self.steps
+        with contextlib.nullcontext() if ends else self.model.no_sync():
+            loss = next(self._batches)()
+            (loss / method.passes).backward()
+        self.losses[now] = loss.detach().cpu()
+        self.step_made = now + 1
+        if not ends:
+            return
+        if self._recipe.clip is not None:
+            nn.utils.clip_grad_norm_(self.parameters, self._recipe.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for optimizer in self._inner:
+            optimizer.zero_grad()
 
-    def look(self) -> float:
-        """Return the loss on what is held out."""
-        with torch.no_grad():
-            return float(self._data.look(self.model)[0])
+    @torch.no_grad()
+    def finish(self) -> dict[str, Any]:
+        """Return the loss on what is held out, of the parameters that all ranks have at the end."""
+        if self._method.local:
+            for optimizer in self.optimizers:
+                optimizer.exchange()
+        else:  # of the last round of a peer
+            for p in self.parameters:
+                dist.all_reduce(p.data)
+                p.data /= dist.get_world_size()
+        for buffer in self.plain.buffers():
+            if buffer.is_floating_point():
+                dist.all_reduce(buffer)
+                buffer /= dist.get_world_size()
+        sums = self._data.sums(self.plain)
+        losses = self.losses.double()
+        for tensor in (sums, losses):
+            dist.all_reduce(tensor)
+        part = max(1, len(losses) // NOTES)
+        curve = [round(x.mean().item() / dist.get_world_size(), 4) for x in losses.split(part)]
+        right = {"correct": sums[2].item() / sums[1].item()} if len(sums) > 2 else {}
+        return {"loss": sums[0].item() / sums[1].item(), **right, "curve": curve}
 
-    def bytes_of(self, steps: int) -> float:
-        """Return the bytes that this rank sent in each of so many steps, if it counts them."""
-        whole = 4 * sum(p.numel() for p in self.model.parameters())
-        return self._bytes() / steps or whole
-
-    def close(self) -> None:
-        if self._hook is not None:
-            self._hook.close()
-
-
-def train(run: Run, goal: int, target: float | None, limit: int) -> dict[str, Any]:
-    """Train to the target; without one as far as the goal, whose loss is the target."""
-    looks, seconds, reached, step = [], 0.0, None, 0
-    while step < (goal if target is None else limit):
-        hvd.barrier()
-        begin = time.perf_counter()
-        for _ in range(LOOK):
-            run.step()
-        hvd.barrier()
-        seconds, step = seconds + time.perf_counter() - begin, step + LOOK
-        looks.append([step, run.look()])
-        if target is not None and looks[-1][1] <= target:
-            reached = step
-            break
-    if target is None:
-        reached, target = step, looks[-1][1]
-    result = {"steps": reached, "target": target, "looks": looks, "seconds": seconds}
-    return {**result, "bytes_a_step": run.bytes_of(step)}
+    def bytes_a_step(self) -> float:
+        """Return the bytes that this rank has handed to collectives, by step."""
+        elements, method = sum(p.numel() for p in self.parameters), self._method
+        if self._sent is not None:
+            return self._sent() / self.step_made
+        if method.peer == "powerSGD_hook":
+            rows = [p for p in self.parameters if p.dim() > 1]
+            factors = sum(
+                HOOK_RANK * (len(p) + p.numel() // len(p))
+                for p in rows
+                if HOOK_RANK * (len(p) + p.numel() // len(p)) * 2 < p.numel()
+            )
+            rest = sum(
+                p.numel()
+                for p in self.parameters
+                if p.dim() < 2 or HOOK_RANK * (len(p) + p.numel() // len(p)) * 2 >= p.numel()
+            )
+            late = (self.step_made - HOOK_FIRST) / self.step_made
+            return 4.0 * (elements * (1 - late) + (factors + rest) * late)
+        if method.peer:
+            first = min(self._warmup_steps, self.step_made) / self.step_made
+            return 4.0 * elements * (first + (1 - first) / PERIOD)
+        return 4.0 * elements / method.passes
 
 
-def timed(run: Run, lead: int, steps: int) -> dict[str, Any]:
-    """Return the time of a step, after so many that are not timed."""
-    for _ in range(lead):
-        run.step()
-    hvd.barrier()
-    times = []
-    for _ in range(steps):
-        begin = time.perf_counter()
-        run.step()
-        times.append(1e3 * (time.perf_counter() - begin))
+def train(training: Training) -> dict[str, Any]:
+    """Train to the end of the schedule."""
     begin = time.perf_counter()
-    hvd.barrier()
-    late = 1e3 * (time.perf_counter() - begin)
-    return {"ms": (sum(times) + late) / steps, "median_ms": statistics.median(times)}
+    for _ in range(training.steps):
+        training.step()
+    seconds = time.perf_counter() - begin
+    bytes_a_step = training.bytes_a_step()
+    return {**training.finish(), "bytes_a_step": bytes_a_step, "seconds": seconds}
+
+
+def timed(training: Training, method: Method) -> dict[str, Any]:
+    """Return the milliseconds of a step, after those in which payloads settle."""
+    for _ in range(method.lead + FIRST * method.dense_first):
+        training.step()
+    dist.barrier()
+    begin = time.perf_counter()
+    for _ in range(method.timed):
+        training.step()
+    dist.barrier()
+    return {"ms": 1e3 * (time.perf_counter() - begin) / method.timed}
+
+
+def connect() -> None:
+    """Make the process group, of the ranks of torchrun or of Horovod."""
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        import hvd_gradcomp.torch as hvd
+        from benchmarks.papers import hook
+
+        hvd.init()
+        hook.connect()
 
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     logging.basicConfig(level=logging.ERROR)
-    hvd.init()
+    logging.getLogger("hvd_gradcomp").setLevel(logging.ERROR)
+    connect()
     torch.set_num_threads(1)
-    training, seed = TASKS[job["task"]], job["seed"]
-    data = DATA[training.task](Path(job["data"]) if job["data"] else None, Scale(6400, 4))
-    target = job["target"]
-    for key in job["methods"]:
-        method = training.methods[key] if key else None
-        run = Run(training, method, data, seed)
-        if job["mode"] == "train":
-            goal = job.get("goal", training.goal)
-            measured = train(run, goal, target, LIMIT * goal)
-            target = measured["target"]
-        else:
-            lead, steps = (5, SEPARATE) if method is None else (method.lead, TIMED)
-            measured = timed(run, lead, job.get("timed", steps))
-        measured["parameters"] = sum(p.numel() for p in run.model.parameters())
-        run.close()
-        if hvd.rank() == 0:
-            result = {"method": key, "seed": seed, **measured}
-            print(MARK + json.dumps(result), flush=True)
-    hvd.shutdown()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    folder = Path(job["data"]) if job["data"] else None
+    tasks: dict[tuple[str, int], Task] = {}
+    for run in (Run(**run) for run in job["runs"]):
+        key = run.recipe, run.batch // size
+        if key not in tasks:
+            tasks[key] = task(*key, rank, size, folder)
+        first = FIRST if job["timed"] else RECIPES[run.recipe].warmup_steps
+        training = Training(run, tasks[key], first)
+        row = timed(training, METHODS[run.method]) if job["timed"] else train(training)
+        row["parameters"] = sum(p.numel() for p in training.parameters)
+        if rank == 0:
+            print(MARK + json.dumps({**run._asdict(), **row}), flush=True)
+    # DDP must not hold the last reference to the group: its end waits for gloo's thread under
+    # the GIL, which the thread wants (PyTorch 2.13).
+    del training
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ import pytest
 from benchmarks.papers.parts import Measured, Scale
 from benchmarks.papers.registry import PARTS
 from benchmarks.points import DENSE, FRAMEWORKS, KERAS, PYTORCH, TAPE
-from benchmarks.worth import __main__ as worth
+from benchmarks.worth import lockstep, trainings
+from benchmarks.worth.results import Run
 from tests import fashion
 from tests.parallel.launch import HOROVODRUN, ROOT, environment
 
@@ -74,27 +75,39 @@ def test_rows_of_papers_are_trained_and_written(tmp_path):
     assert text["score"] < 128
 
 
-def test_ways_of_worth_are_timed_and_trained(tmp_path):
-    """Stock Horovod sets the target; each library takes its turn in the same processes."""
-    data, job_file = tmp_path / "data", tmp_path / "job.json"
+def test_methods_of_worth_are_trained(tmp_path):
+    """Peers and ours in the same processes; the bytes are those of a whole training."""
+    data = tmp_path / "data"
     data.mkdir()
     fashion.write(data, train=10, test=10)
-    job = {"task": "transformer", "seed": 1, "target": None, "data": str(data)}
-    rows = []
-    for more in (
-        {"mode": "time", "methods": ["", "ddp", "hook", "sparse-5"], "timed": 5},
-        {"mode": "train", "methods": ["stock", "local"], "goal": 30},
-    ):
-        job_file.write_text(json.dumps({**job, **more}))
-        worker = ["python", "-m", "benchmarks.worth.worker", str(job_file)]
-        command = [*HOROVODRUN, "--gloo", "-np", "2", *worker]
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment(), check=True, timeout=300, capture_output=True
-        )
-        rows += worth.results(done.stdout.decode())
-    assert [row["method"] for row in rows] == ["", "ddp", "hook", "sparse-5", "stock", "local"]
-    assert all(row["ms"] > 0 for row in rows[:4])
-    stock, local = rows[4:]
-    assert stock["steps"] == 30 and stock["target"] == stock["looks"][0][1] == local["target"]
-    assert local["bytes_a_step"] < stock["bytes_a_step"] / 10
-    assert (local["looks"][-1][1] <= local["target"]) == (local["steps"] is not None)
+    methods = ("dense", "accumulate-4", "post-local", "hook", "qsgd", "local-int8", "muon-local")
+    runs = [Run("gpt-0.8", method, 2, 8, 0.05, 0.006, 1) for method in methods]
+    rows = dict(trainings.trained(runs, data))
+    assert [*rows] == runs
+    dense, accumulated, rare, hook, qsgd, local, _ = rows.values()
+    whole = 4 * dense["parameters"]
+    assert dense["bytes_a_step"] == rare["bytes_a_step"] == whole  # 30 steps of warm-up
+    assert accumulated["bytes_a_step"] == whole / 4
+    assert qsgd["bytes_a_step"] < whole / 7 and local["bytes_a_step"] < whole / 55
+    assert whole / 3 < hook["bytes_a_step"] < whole / 2  # 10 steps of 30 are dense
+    assert all(len(row["curve"]) >= 20 and 0 < row["loss"] < 6 for row in rows.values())
+    alike = [run for run in runs if run.method in ("dense", "qsgd", "local-int8")]
+    for run, row in lockstep.trained(alike, data):  # the same training, without ranks
+        near = 1e-5 if run.method == "dense" else 0.1
+        assert row["loss"] == pytest.approx(rows[run]["loss"], abs=near)
+        assert row["bytes_a_step"] == pytest.approx(rows[run]["bytes_a_step"], rel=0.05)
+
+
+def test_methods_of_worth_are_timed(tmp_path):
+    data, job = tmp_path / "data", tmp_path / "job.json"
+    data.mkdir()
+    fashion.write(data, train=10, test=10)
+    methods = ("dense", "nesterov-int8")
+    runs = [Run("gpt-0.8", method, 2, 2, 1.0, 0.006, 1) for method in methods]
+    job.write_text(trainings.job_of(runs, True, data))
+    command = [*HOROVODRUN, "--gloo", "-np", "2", "python", "-m", trainings.WORKER, str(job)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), check=True, timeout=300, capture_output=True
+    )
+    rows = dict(trainings.rows_of(done.stdout.decode().splitlines()))
+    assert [*rows] == runs and all(row["ms"] > 0 for row in rows.values())

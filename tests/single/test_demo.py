@@ -56,7 +56,7 @@ def test_it_ends_with_what_a_slow_link_makes_of_a_training(monkeypatch, tmp_path
     assert "predicted from docs/measured" in last
     sooner = [
         last.partition(f"{name} │")[2].split("│")[3]
-        for name in ("uncompressed", "LocalSteps, 15, Int8")
+        for name in ("dense", "every 15, averaged, Int8")
     ]
     assert float(sooner[0]) == 1.0 and float(sooner[1]) > 2.0
 

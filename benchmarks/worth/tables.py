@@ -1,0 +1,57 @@
+"""Tables of what `make worth` has measured."""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks.worth.methods import METHODS
+from benchmarks.worth.results import LENGTHS, Results, Setting, spread
+
+
+def _rows(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---", *["--:"] * (len(heads) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def losses(results: Results, setting: Setting) -> str:
+    """Return a table of losses by rate, at the best one, and behind dense, with bytes."""
+    rates = sorted({run.rate for run in results.losses(setting, length=1.0)})
+    goal = results.goal(setting)
+    rows = []
+    for method in results.methods(setting):
+        cells = [METHODS[method].title]
+        for rate in rates:
+            one = results.losses(setting, method=method, length=1.0, rate=rate, seed=1)
+            cells.append("".join(f"{loss:.3f}" for loss in one.values()))
+        at_best = results.at_best(setting, method)
+        if not at_best:
+            continue
+        behind = "" if goal is None else f"{statistics.median(at_best) - goal:+.3f}"
+        cells += [spread(at_best), behind, f"{results.fewer_bytes(setting, method):,.1f}"]
+        rows.append(cells)
+    return _rows(
+        ["method", *(f"{r:g}" for r in rates), "at its best", "behind", "times fewer bytes"], rows
+    )
+
+
+def length(results: Results, setting: Setting, method: str) -> str:
+    """Return the length of training that reaches the loss of dense ones, or beyond what it is."""
+    needed = results.needed(setting, method)
+    if needed is not None:
+        return f"{needed:.2f}"
+    longest = [x for x in LENGTHS if results.at_best(setting, method, x)]
+    return f"> {longest[-1]:g}" if longest else ""
+
+
+def times(results: Results, setting: Setting) -> str:
+    """Return a table of times sooner at the loss of dense trainings, by ratio."""
+    ratios = results.ratios(setting)
+    rows = []
+    for method in results.methods(setting):
+        cells = [METHODS[method].title, length(results, setting, method)]
+        for ratio in ratios:
+            ms, sooner = results.ms(setting, method, ratio), results.sooner(setting, method, ratio)
+            gain = "later" if sooner is None else f"{sooner:.2f}"
+            cells.append("" if ms is None else f"{gain} ({ms:,.0f} ms)")
+        rows.append(cells)
+    return _rows(["method", "length", *(f"{ratio:g}" for ratio in ratios)], rows)

@@ -1,0 +1,165 @@
+"""Trainings of `make worth`, on ranks of this machine: which are left, and what comes out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.worth.methods import METHODS
+from benchmarks.worth.recipes import RECIPES, SMALL, Recipe
+from benchmarks.worth.results import LENGTHS, Results, Run, Setting, usual
+
+MARK = "WORTH "  # begins a worker's line with a result
+WORKER = "benchmarks.worth.worker"
+SEEDS = (2, 3)
+TRIALS = 5  # of rates, at most
+RunAll = Callable[[list[Run], Path | None], Iterator[tuple[Run, dict[str, Any]]]]
+
+
+def job_of(runs: list[Run], timed: bool, folder: Path | None) -> str:
+    """Return the job of a worker: trainings, or the time of some steps of each."""
+    data = str(folder) if folder else None
+    return json.dumps({"runs": [r._asdict() for r in runs], "timed": timed, "data": data})
+
+
+def rows_of(lines: Iterable[str]) -> Iterator[tuple[Run, dict[str, Any]]]:
+    """Yield what a worker prints, as it does."""
+    for line in lines:
+        _, mark, text = line.partition(MARK)
+        if mark:
+            row = json.loads(text)
+            yield Run(**{name: row.pop(name) for name in Run._fields}), row
+
+
+def trained(runs: list[Run], folder: Path | None) -> Iterator[tuple[Run, dict[str, Any]]]:
+    """Train on ranks of this machine; yield the rows as they come.
+
+    Raises:
+        SystemExit: the ranks have failed.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        path, errors = Path(scratch, "job.json"), Path(scratch, "errors")
+        path.write_text(job_of(runs, False, folder))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(runs[0].hosts), "-m", WORKER, str(path)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with errors.open("w") as stream:
+            ranks = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=stream, text=True
+            )
+            try:
+                assert ranks.stdout is not None
+                yield from rows_of(ranks.stdout)
+                ranks.wait()
+            finally:
+                ranks.terminate()  # where nobody wants more rows
+                ranks.wait()
+        if ranks.returncode != 0:
+            raise SystemExit(errors.read_text()[-3000:])
+
+
+def trials(recipe: Recipe, results: Results, setting: Setting, method: str) -> list[float]:
+    """Return the rates to try next: the middle three, then one beyond where the best is an end."""
+    tried = {run.rate for run in results.losses(setting, method=method, length=1.0, seed=1)}
+    middle = len(recipe.rates) // 2
+    first = recipe.rates[middle - 1 : middle + 2]
+    if not tried.issuperset(first):
+        return [rate for rate in first if rate not in tried]
+    best = results.best_rate(setting, method)
+    assert best is not None
+    place = recipe.rates.index(best)
+    next_to = recipe.rates[max(0, place - 1) : place + 2]
+    return [rate for rate in next_to if rate not in tried][: TRIALS - len(tried)]
+
+
+def planned(
+    results: Results, part: str, setting: Setting, methods: list[str], rates: list[float]
+) -> list[Run]:
+    """Return the next trainings of a part that are not in the file.
+
+    Args:
+        results: those there are.
+        part: "tune", "seeds" or "lengths".
+        setting: what is trained.
+        methods: to train it.
+        rates: to try in the place of the recipe's; none for those.
+    """
+    tuned = setting in (usual(SMALL), usual("resnet-20"))
+    runs = []
+    for method in methods:
+        best = results.best_rate(setting, method)
+        now: list[float] = []
+        lengths, seeds = [1.0], [1]
+        if part == "tune" and rates:
+            now = rates
+        elif part == "tune" and tuned:
+            now = trials(RECIPES[setting.recipe], results, setting, method)
+        elif part == "tune":
+            carried = results.carried_rate(setting, method)
+            now = [carried] if carried is not None else []
+        elif best is not None and part == "seeds" and METHODS[method].sure:
+            now, seeds = [best], list(SEEDS)
+        elif best is not None and part == "lengths" and results.needed(setting, method) is None:
+            longer = [x for x in LENGTHS if not results.at_best(setting, method, x)]
+            now, lengths = [best], longer[:1]
+        for length, rate, seed in itertools.product(lengths, now, seeds):
+            run = Run(setting.recipe, method, setting.hosts, setting.batch, length, rate, seed)
+            if run not in results.trained:
+                runs.append(run)
+    return runs
+
+
+def train(
+    results: Results,
+    setting: Setting,
+    part: str,
+    methods: list[str],
+    rates: list[float],
+    folder: Path | None,
+    run_all: RunAll,
+    minutes: float = math.inf,
+) -> None:
+    """Train what a part asks for, and show how long it takes.
+
+    Args:
+        results: to add to.
+        setting, methods, rates: of `planned`.
+        part: of `planned`.
+        folder: in the place of Debian's packages.
+        run_all: trains, and yields a row for each training as it ends.
+        minutes: after which nothing may end.
+    """
+    pace, deadline = 0.0, time.monotonic() + 60 * minutes  # seconds a step
+    while runs := planned(results, part, setting, methods, rates):
+        left = sum(steps_of(run) for run in runs)
+        known = f", about {pace * left / 60:.0f} minutes" if pace else ""
+        print(f"{setting.recipe}, {part}: {len(runs)} trainings{known}", flush=True)
+        begin = time.monotonic()
+        after = dict(zip(runs, runs[1:]))
+        for run, row in run_all(runs, folder):
+            results.add(run, row)
+            now = time.monotonic()
+            pace, begin = (now - begin) / steps_of(run), now
+            left -= steps_of(run)
+            print(
+                f"  {run.method}, rate {run.rate:g}, length {run.length:g}, seed {run.seed}: "
+                f"{row['loss']:.3f}; {pace * left / 60:.0f} minutes left",
+                flush=True,
+            )
+            if run in after and now + pace * steps_of(after[run]) > deadline:
+                print(f"  {len(runs) - runs.index(run) - 1} more would take too long")
+                return
+
+
+def steps_of(run: Run) -> int:
+    """Return how many steps a training has."""
+    return round(run.length * RECIPES[run.recipe].steps)
