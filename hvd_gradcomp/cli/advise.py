@@ -147,9 +147,9 @@ def command(
     nothing about accuracy: `hvd-gradcomp compare` trains with each. Of a model of your own with a
     loss, probes say what is in its gradients.
 
-    Where an uncompressed exchange takes longer than forward and backward it also says how many
-    local steps reach a loss soonest: their time is predicted from the exchanges above, and how many
-    more steps they need is what one small transformer needed ("Is it worth it?" on the site).
+    It also says whether local steps reach a loss sooner, and which do soonest: their time is
+    predicted from the exchanges above, and how many more steps they need is what small transformers
+    needed on so many hosts ("Is it worth it?" on the site).
     """
     options.check_png(png_path)
     if bandwidth is None and not launching.launcher():
@@ -257,9 +257,11 @@ def command(
         rows, verdict = _advice(
             everything, measured_link, pass_, for_hosts or measured_link.ranks, gentle
         )
-        local = _local_steps([one.method for one, _ in everything], rows, pass_)
+        hosts = for_hosts or measured_link.ranks
+        local = _fewer_exchanges([one.method for one, _ in everything], rows, pass_, hosts)
         content |= {"rows": [row._asdict() for row in rows], **_verdict_json(rows, verdict)}
         content["local_steps"] = local
+        content["unlike"] = fewer_exchanges.beyond(hosts, gradients.elements)
         content["takes_over"] = trained_with is None and any(
             one.costs.name == content["use"] and takes_momentum(one.method.compressor)
             for one, _ in results
@@ -383,7 +385,7 @@ def _first_look(
     """
     from hvd_gradcomp.tuning.measure import UnmeasurableError
 
-    known = {setting.compressor for setting in fewer_exchanges.SETTINGS}
+    known = {setting.compressor for setting in fewer_exchanges.LAW}
     few = sorted(methods, key=lambda method: method.compressor not in known)[:FEW]
     results: list[tuple[MethodResult, list[float]]] = []
     start = time.perf_counter()
@@ -541,19 +543,27 @@ def _milliseconds(seconds: Span) -> Span:
     return Span(*(1e3 * x for x in seconds))
 
 
-def _local_steps(
-    methods: Sequence[ExchangeMethod], rows: Sequence[Row], pass_: Backward
+def _fewer_exchanges(
+    methods: Sequence[ExchangeMethod], rows: Sequence[Row], pass_: Backward, hosts: int
 ) -> dict[str, Any] | None:
-    """Return the local steps to recommend, for JSON; None for an exchange in each step."""
-    exchanges = [Span(*(1e-3 * x for x in row.exchange_span_ms)) for row in rows]
-    plain = Span(*(1e-3 * x for x in rows[0].step_span_ms))
-    known = {}
-    for method, exchange in zip(methods[1:], exchanges[1:]):
-        if method.compressor not in known or method.every > 1:  # a measured round is nearest
-            known[method.compressor] = exchange
+    """Return what to recommend in the place of an exchange in each step, for JSON; None if that."""
+    exchanges: dict[Compressor, Span] = {}
+    steps: dict[Compressor, Span] = {}
+    for method, row in zip(methods[1:], rows[1:]):
+        if method.compressor not in exchanges or method.every > 1:  # a measured round is nearest
+            exchanges[method.compressor] = _seconds(row.exchange_span_ms)
+        if method.every == 1:
+            steps[method.compressor] = _seconds(row.step_span_ms)
     compute = pass_.forward + pass_.seconds
-    choice = fewer_exchanges.choose(known, exchanges[0], plain, compute) if compute else None
+    if not compute:
+        return None
+    plain = _seconds(rows[0].step_span_ms)
+    choice = fewer_exchanges.choose(exchanges, steps, plain, compute, hosts)
     return None if choice is None else local_steps_of(choice)
+
+
+def _seconds(milliseconds: Sequence[float]) -> Span:
+    return Span(*(1e-3 * x for x in milliseconds))
 
 
 def local_steps_of(choice: fewer_exchanges.Choice) -> dict[str, Any]:
@@ -562,7 +572,7 @@ def local_steps_of(choice: fewer_exchanges.Choice) -> dict[str, Any]:
         "use": brief(choice.setting.compressor),
         "every": choice.setting.every,
         "step_span_ms": [1e3 * x for x in choice.step],
-        "steps_needed": list(choice.setting.steps),
+        "steps_needed": list(choice.length),
         "sooner": list(choice.sooner),
     }
 

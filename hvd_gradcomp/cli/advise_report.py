@@ -105,7 +105,9 @@ def text(advised: dict[str, Any], rows: Sequence[Row], verdict: Verdict) -> str:
         )
     parts.append(options.wrapped(answer))
     if advised["local_steps"]:
-        parts.append(options.wrapped(recommended_local_steps(advised["local_steps"])))
+        parts.append(
+            options.wrapped(recommended_local_steps(advised["local_steps"], advised["unlike"]))
+        )
     return "\n\n".join(parts)
 
 
@@ -130,16 +132,24 @@ def only_local_steps(rows: Sequence[Row]) -> str:
     )
 
 
-def recommended_local_steps(choice: dict[str, Any]) -> str:
-    """Recommend local steps."""
+def recommended_local_steps(choice: dict[str, Any], unlike: str) -> str:
+    """Recommend local steps.
+
+    Args:
+        choice: what to recommend.
+        unlike: in what this training is unlike those that were measured; empty if in nothing.
+    """
     low, _, high = choice["steps_needed"]
-    return (
+    text = (
         f"Or exchange seldom: LocalSteps(every={choice['every']}) with "
         f"{_written(choice['use'])}: a step takes {_span(choice['step_span_ms'], 'ms')} in the "
-        f"mean. A small transformer needed {low:.2f} to {high:.2f} times as many steps so; if "
-        f"yours does, it is at the same loss {_span(choice['sooner'], 'times')} sooner than "
-        "without compression. Try it: hvd-gradcomp compare."
+        f"mean. Small transformers needed {low:.2f} to {high:.2f} times as many steps so; if yours "
+        f"does, it is at the same loss {_span(choice['sooner'], 'times')} sooner than without "
+        "compression. Try it: hvd-gradcomp compare."
     )
+    if unlike:
+        text += f" None of them had {unlike}: how many you need may differ."
+    return text
 
 
 def probes(readings: dict[str, Any]) -> str:

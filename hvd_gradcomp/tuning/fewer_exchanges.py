@@ -1,82 +1,121 @@
-"""Choice of local steps: how many, and which compressor, by the time to a loss. Pure.
+"""Choice of fewer exchanges, or smaller ones, by the time to a loss. Pure.
 
-`LocalSteps` takes less time a step and more steps. How many more depends on what is trained; here
-it is what one small transformer needed (`docs/worth.md`, `make worth`), from the quickest of three
-seeds to the slowest.
+Fewer exchanges make a step shorter, and a training needs more of them. How many more is a law that
+was measured (`LAW`; docs/worth.md, `make worth`): by the compressor, by the steps between two
+exchanges, and by the number of hosts. It holds for trainings like those; `beyond` says in what a
+training is unlike them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from hvd_gradcomp.algorithms.quantized.narrow import Int8Compressor
+from hvd_gradcomp.algorithms.quantized.qsgd import QSGDCompressor
 from hvd_gradcomp.algorithms.sparse.chunked_topk import ChunkedTopKCompressor
 from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.tuning.recommend import WORTH, Span
 
 
 class Setting(NamedTuple):
-    """Local steps with a compressor.
+    """How seldom ranks exchange, and what.
 
     Attributes:
-        compressor: of the changes that are exchanged.
-        every: local steps between two exchanges.
-        steps: that it needs to a loss, over those with an uncompressed exchange in each step.
+        compressor: of what is exchanged.
+        every: steps for each exchange.
+        lengths: steps that a training needs to a loss, over those with an uncompressed exchange in
+            each; by the number of hosts.
     """
 
     compressor: Compressor
     every: int
-    steps: Span
+    lengths: Mapping[int, Span]
+
+    def length(self, hosts: int) -> Span:
+        """Return the length on so many hosts: between those that were measured by their logarithm.
+
+        On more and on fewer hosts it is that of the nearest number.
+        """
+        known = sorted(self.lengths)
+        place = min(max(hosts, known[0]), known[-1])
+        above = next(n for n in known if n >= place)
+        below = max(n for n in known if n <= place)
+        if above == below:
+            return self.lengths[above]
+        share = math.log(place / below) / math.log(above / below)
+        low, high = self.lengths[below], self.lengths[above]
+        return Span(*(a + share * (b - a) for a, b in zip(low, high)))
 
 
-SETTINGS = (
-    Setting(Int8Compressor(), 5, Span(450 / 420, 480 / 420, 510 / 420)),
-    Setting(Int8Compressor(), 15, Span(480 / 420, 540 / 420, 570 / 420)),
-    Setting(
-        ChunkedTopKCompressor(k=512, values="int4", decay=1),
-        5,
-        Span(480 / 420, 510 / 420, 570 / 420),
-    ),
+EIGHTH = ChunkedTopKCompressor(k=512, values="int4", decay=1)
+LAW = (
+    Setting(QSGDCompressor(bits=4), 1, {2: Span(1.0, 1.0, 1.0)}),
+    Setting(Int8Compressor(), 5, {2: Span(1.09, 1.09, 1.09)}),
+    Setting(Int8Compressor(), 15, {2: Span(1.23, 1.23, 1.23)}),
+    Setting(EIGHTH, 5, {2: Span(1.11, 1.11, 1.11)}),
 )
+HOSTS, PARAMETERS = (2, 8), (0.8e6, 10.7e6)  # of the trainings that the law was measured on
 
 
 class Choice(NamedTuple):
-    """Recommended local steps.
+    """Recommended setting.
 
     Attributes:
         setting: what to use.
         step: mean seconds of a step.
+        length: see `Setting`.
         sooner: at the same loss than with an uncompressed exchange in each step.
     """
 
     setting: Setting
     step: Span
+    length: Span
     sooner: Span
 
 
 def choose(
-    exchanges: Mapping[Compressor, Span], dense: Span, plain: Span, compute: float
+    exchanges: Mapping[Compressor, Span],
+    steps: Mapping[Compressor, Span],
+    plain: Span,
+    compute: float,
+    hosts: int,
 ) -> Choice | None:
-    """Choose the local steps that reach a loss soonest, or None.
+    """Choose what reaches a loss soonest, or None.
 
-    None where an uncompressed exchange takes no longer than forward and backward: fewer exchanges
-    then save at most half of the time, and the steps that they cost may take it all.
+    None where nothing is at least a tenth sooner at worst, and where the soonest is a compressor
+    that exchanges in each step.
 
     Args:
-        exchanges: seconds of an exchange with each compressor that is known.
-        dense: seconds of an uncompressed exchange.
-        plain: seconds of a step with one.
+        exchanges: seconds of an exchange that overlaps with nothing, with each compressor.
+        steps: seconds of a step in which each compressor exchanges.
+        plain: seconds of a step with an uncompressed exchange.
         compute: seconds of forward and backward.
+        hosts: that exchange.
     """
-    if dense.middle <= compute:
-        return None
     choices = []
-    for setting in SETTINGS:
-        if setting.compressor in exchanges:
-            step = Span(*(compute + x / setting.every for x in exchanges[setting.compressor]))
-            longest, usual, shortest = (s * n for s, n in zip(step[::-1], setting.steps[::-1]))
-            sooner = Span(plain.low / longest, plain.middle / usual, plain.high / shortest)
-            choices.append(Choice(setting, step, sooner))
+    for setting in LAW:
+        length, compressor = setting.length(hosts), setting.compressor
+        if setting.every == 1 and compressor in steps:
+            step = steps[compressor]
+        elif setting.every > 1 and compressor in exchanges:
+            step = Span(*(compute + x / setting.every for x in exchanges[compressor]))
+        else:
+            continue
+        longest, usual, shortest = (s * n for s, n in zip(step[::-1], length[::-1]))
+        sooner = Span(plain.low / longest, plain.middle / usual, plain.high / shortest)
+        choices.append(Choice(setting, step, length, sooner))
     sure = [choice for choice in choices if choice.sooner.low * WORTH >= 1]
-    return max(sure, key=lambda choice: choice.sooner.middle, default=None)
+    best = max(sure, key=lambda choice: choice.sooner.middle, default=None)
+    return None if best is None or best.setting.every == 1 else best
+
+
+def beyond(hosts: int, parameters: int) -> str:
+    """Return in what a training is unlike those of the law; empty if it is like them."""
+    unlike = []
+    if not HOSTS[0] <= hosts <= HOSTS[1]:
+        unlike.append(f"{hosts} hosts")
+    if not PARAMETERS[0] <= parameters <= 1.1 * PARAMETERS[1]:
+        unlike.append(f"{parameters / 1e6:,.1f} million parameters")
+    return " and ".join(unlike)
