@@ -14,7 +14,6 @@ from hvd_gradcomp.cli import style
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-
 MARKS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)  # nats
 
 
