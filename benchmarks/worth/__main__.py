@@ -12,6 +12,7 @@
 3. `lengths`: trainings of 1.25, 1.5 and 2 times the usual length, each with a schedule of its own,
    of methods that have not reached the loss of dense gradients in a shorter one.
 4. `time`: the milliseconds of a step over links at which a dense exchange takes 0.3 to 30 steps.
+5. `advise`: what `hvd-gradcomp advise` recommends on these links, beside the best that was timed.
 
 What is in the file already is not run again; a run that was stopped goes on. Ranks are processes of
 this machine over gloo, a thread each; with `--lockstep` they are replicas of one process, on a GPU
@@ -29,7 +30,7 @@ from pathlib import Path
 
 from benchmarks.papers import data
 from benchmarks.rig import HostsError, JobError
-from benchmarks.worth import lockstep, tables, timings, trainings
+from benchmarks.worth import advised, lockstep, tables, timings, trainings
 from benchmarks.worth.methods import MAIN, METHODS
 from benchmarks.worth.recipes import RECIPES, SHAPES
 from benchmarks.worth.results import Results, Setting, usual
@@ -69,7 +70,7 @@ def main() -> int:
     )
     parser.add_argument("--rates", nargs="+", type=float, help="in the place of the recipe's")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
-    parts = ("tune", "seeds", "lengths", "time")
+    parts = ("tune", "seeds", "lengths", "time", "advise")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts[:3])
     parser.add_argument("--data", type=Path, help="a folder in the place of Debian's packages")
     parser.add_argument("--json", type=Path, default=Path("results/worth.json"))
@@ -92,6 +93,8 @@ def main() -> int:
         for part in options.parts:
             if part == "time":
                 timings.measure(results, setting, methods, options.ratios, options.data)
+            elif part == "advise":
+                advised.measure(results, setting, options.ratios, options.data)
             else:
                 rates = options.rates or []
                 how = lockstep.trained if options.lockstep else trainings.trained

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hvd_gradcomp.planning.description import brief
 FOLDER, RECIPE, HOSTS = "WORTH_DATA", "WORTH_RECIPE", "WORTH_HOSTS"  # environment variables
 COMMAND = ["python", "-m", "hvd_gradcomp", "advise", "--rounds", "9"]
 MODEL = "benchmarks.worth.advised:model"
+LIMIT = 1800.0  # seconds of a run
 COMPARED = ("bf16", "int8", "qsgd", "power", "eighth-5")  # methods whose compressors are measured
 
 
@@ -75,6 +77,29 @@ def method_of(advice: dict[str, Any]) -> str:
         if brief(eval(text, vars(hvd_gradcomp))) == use:
             return key
     raise ValueError(f"no method of make worth is like what advise says: {use}, {local}")
+
+
+def measure(
+    results: Results, setting: Setting, ratios: Sequence[float], folder: Path | None
+) -> None:
+    """Ask for advice over links of these ratios, and print how far it is from the best.
+
+    Args:
+        results: to add to; their steps were timed at these ratios.
+        setting: what is trained.
+        ratios: of a dense exchange to a step without any.
+        folder: in the place of Debian's packages.
+    """
+    with Hosts(setting.hosts) as hosts:
+        for ratio in ratios:
+            timed = results.row(setting, DENSE, ratio)
+            if timed is None:
+                raise SystemExit(f"nothing was timed at {ratio:g}: --parts time")
+            hosts.set_rate(timed["rate"])
+            advised = advice(hosts, setting, folder, LIMIT)
+            row = compared(results, setting, ratio, advised)
+            results.add_advice(setting, ratio, row)
+            print(f"  at {ratio:g}: {row['method']}, within {row['within']}", flush=True)
 
 
 def compared(

@@ -81,15 +81,18 @@ class Results:
         }  # fmt: skip
         self.trained: dict[Run, Row] = {}
         self.timed: list[Row] = []
+        self.advised: list[Row] = []
         if path.exists():
             kept = json.loads(path.read_text())
             self.machine, self.timed = kept["machine"], kept["timed"]
+            self.advised = kept.get("advised", [])
             for row in kept["trained"]:
                 self.trained[Run(**{name: row.pop(name) for name in Run._fields})] = row
 
     def save(self) -> None:
         rows = [{**run._asdict(), **row} for run, row in sorted(self.trained.items())]
-        text = json.dumps({"machine": self.machine, "trained": rows, "timed": self.timed}, indent=1)
+        kept = {"machine": self.machine, "trained": rows, "timed": self.timed}
+        text = json.dumps({**kept, "advised": self.advised}, indent=1)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         scratch = self.path.with_suffix(".part")
         scratch.write_text(text + "\n")
@@ -104,6 +107,13 @@ class Results:
         which = {**setting._asdict(), "ratio": ratio, "method": method}
         others = [r for r in self.timed if any(r[k] != v for k, v in which.items())]
         self.timed = [*others, {**which, **row}]
+        self.save()
+
+    def add_advice(self, setting: Setting, ratio: float, row: Row) -> None:
+        """Add what was recommended, in the place of what was at the same setting and ratio."""
+        which = {**setting._asdict(), "ratio": ratio}
+        others = [r for r in self.advised if any(r[k] != v for k, v in which.items())]
+        self.advised = [*others, {**which, **row}]
         self.save()
 
     def losses(self, setting: Setting, **which: Any) -> dict[Run, float]:

@@ -16,7 +16,7 @@ from benchmarks.worth.results import Results, Run, Setting, setting_of
 from benchmarks.worth.trainings import WORKER, job_of, rows_of
 
 ALONE = "local"  # on a link that costs nothing: two rounds in 30 steps
-TURNS = 3  # of the methods, whose medians count
+TURNS = 3  # whose medians count
 
 
 def dense_bits(parameters: int, hosts: int) -> float:
@@ -29,6 +29,8 @@ def timed(
     setting: Setting,
     methods: Sequence[str],
     folder: Path | None,
+    *,
+    turns: int = TURNS,
     limit: float = 3600.0,
 ) -> dict[str, tuple[float, int]]:
     """Return the milliseconds of a step by method, the median of some turns, and the parameters.
@@ -38,6 +40,7 @@ def timed(
         setting: what is trained.
         methods: keys of `METHODS`.
         folder: in the place of Debian's packages.
+        turns: of all methods.
         limit: seconds.
 
     Raises:
@@ -47,7 +50,7 @@ def timed(
     rate = recipe.rates[len(recipe.rates) // 2]
     runs = [
         Run(setting.recipe, method, setting.hosts, setting.batch, 1.0, rate, 1)
-        for _ in range(TURNS)
+        for _ in range(turns)
         for method in methods
     ]
     with tempfile.TemporaryDirectory() as scratch:
@@ -77,6 +80,11 @@ def predicted(results: Results, setting: Setting, method: str, rate: float) -> f
     return float(np.interp(1e3 * bits / rate / alone, [*known], [r["ms"] for r in known.values()]))
 
 
+def rate_of(parameters: int, hosts: int, ratio: float, alone: float) -> str:
+    """Return the rate at which a dense exchange takes so many steps of `alone` milliseconds."""
+    return f"{dense_bits(parameters, hosts) / (ratio * alone):.0f}kbit"
+
+
 def measure(
     results: Results,
     setting: Setting,
@@ -99,7 +107,7 @@ def measure(
             alone, parameters = timed(hosts, setting, [ALONE], folder)[ALONE]
         print(f"{setting.recipe}, {setting.hosts} hosts: a step takes {alone:.0f} ms", flush=True)
         for ratio in ratios:
-            rate = f"{dense_bits(parameters, setting.hosts) / (ratio * alone):.0f}kbit"
+            rate = rate_of(parameters, setting.hosts, ratio, alone)
             left = [method for method in methods if results.ms(setting, method, ratio) is None]
             hosts.set_rate(rate)
             for method, (ms, _) in timed(hosts, setting, left, folder).items() if left else ():

@@ -12,10 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.worth import __main__ as worth
-from benchmarks.worth import recipes, tables, timings, trainings
+from benchmarks.worth import advised, recipes, tables, timings, trainings
 from benchmarks.worth.methods import DENSE, MAIN, METHODS, PERIOD, PLAIN
 from benchmarks.worth.recipes import RECIPES, SMALL
 from benchmarks.worth.results import LENGTHS, Results, Run, Setting, usual
+from hvd_gradcomp import QSGDCompressor, StromCompressor
+from hvd_gradcomp.cli import advise
+from hvd_gradcomp.planning.description import brief
+from hvd_gradcomp.tuning import fewer_exchanges
+from hvd_gradcomp.tuning.recommend import Span
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTING = usual(SMALL)
@@ -228,3 +233,28 @@ def test_medians_of_seeds_are_what_methods_are_compared_by(results):
         trained(results, DENSE, loss, seed=seed)
     assert results.goal(SETTING) == statistics.median((1.4, 1.5, 1.6))
     assert "1.500 (1.400 to 1.600)" in tables.losses(results, SETTING)
+
+
+def test_advice_is_compared_with_the_best_that_was_timed(results):
+    """As `advise` writes it, of each setting of its law, of QSGD and of nothing."""
+    for method, ms in ((DENSE, 11.0), ("qsgd", 3.0), ("local-int8", 1.5), ("eighth-5", 1.2)):
+        trained(results, method, 1.5)
+        results.add_time(SETTING, 10.0, method, {"ms": ms})
+    advice = {"forward_ms": 1.0, "backward_ms": 2.0, "bandwidth": 1e9, "local_steps": None}
+    uses = (None, DENSE, 11 / 1.2), (brief(QSGDCompressor(bits=4)), "qsgd", 2.5)
+    for use, method, within in uses:
+        row = advised.compared(results, SETTING, 10.0, {**advice, "use": use})
+        assert (row["method"], row["best"]) == (method, "eighth-5")
+        assert row["within"] == pytest.approx(within)
+    known = set()
+    for setting in fewer_exchanges.LAW:
+        if setting.every > 1:
+            step = Span(1.0, 1.0, 1.0)
+            local = advise.local_steps_of(fewer_exchanges.Choice(setting, step, step, step))
+            known.add(advised.method_of({**advice, "use": None, "local_steps": local}))
+    assert known == {"local-int8", "local-int8-5", "eighth-5"}
+    with pytest.raises(ValueError, match="no method of make worth"):
+        advised.method_of({**advice, "use": brief(StromCompressor(tau=1))})
+    results.add_advice(SETTING, 10.0, row)
+    results.add_advice(SETTING, 10.0, row)  # in its place
+    assert Results(results.path).advised == [{**SETTING._asdict(), "ratio": 10.0, **row}]
