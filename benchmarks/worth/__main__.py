@@ -6,8 +6,9 @@
     python -m benchmarks.worth --show docs/measured/worth.json
 
 1. `tune`: each method at three to five rates, one seed; it is compared at its best. On more hosts,
-   and of larger models, one training at the rate of the small model on two hosts, divided by how
-   many times wider the model is, and multiplied by the root of how many times larger the batch is.
+   and of larger models, one training at the rate of the small model on two hosts, divided by the
+   square of how many times wider the model is, and multiplied by the root of how many times larger
+   the batch is.
 2. `seeds`: two seeds more of methods that are recommended or refuted.
 3. `lengths`: trainings of 1.25, 1.5 and 2 times the usual length, each with a schedule of its own,
    of methods that have not reached the loss of dense gradients in a shorter one.

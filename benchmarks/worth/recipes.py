@@ -81,8 +81,7 @@ LADDER = (0.00075, 0.0015, 0.003, 0.006, 0.012, 0.024, 0.048)
 
 
 def _gpt(key: str, title: str) -> Recipe:
-    rates = tuple(rate * SHAPES[SMALL].width / SHAPES[key].width for rate in LADDER)
-    return Recipe(f"GPT, {title} million parameters", 32, 600, 60, "adamw", 0.1, 1.0, rates)
+    return Recipe(f"GPT, {title} million parameters", 32, 600, 60, "adamw", 0.1, 1.0, LADDER)
 
 
 RECIPES = {

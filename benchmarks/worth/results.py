@@ -133,8 +133,8 @@ class Results:
     def carried_rate(self, setting: Setting, method: str) -> float | None:
         """Return the rate that follows from the small model's on two hosts; None if none ran.
 
-        It is divided by how many times wider the model is, and multiplied by the root of how many
-        times larger the batch of all ranks is.
+        It is divided by the square of how many times wider the model is, and multiplied by the root
+        of how many times larger the batch of all ranks is.
         """
         if setting.recipe not in SHAPES:
             return self.best_rate(usual(setting.recipe), method)
@@ -142,7 +142,7 @@ class Results:
         if rate is None:
             return None
         wider = SHAPES[setting.recipe].width / SHAPES[SMALL].width
-        return float(f"{rate / wider * (setting.batch / RECIPES[SMALL].batch) ** 0.5:.3g}")
+        return float(f"{rate / wider**2 * (setting.batch / RECIPES[SMALL].batch) ** 0.5:.3g}")
 
     def at_best(self, setting: Setting, method: str, length: float = 1.0) -> list[float]:
         """Return the losses of all seeds at the method's best rate."""

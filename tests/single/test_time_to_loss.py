@@ -73,8 +73,8 @@ def test_rates_are_tried_until_the_best_lies_between_others(tmp_path_factory, be
 def test_a_rate_is_carried_to_wider_models_and_larger_batches(results):
     trained(results, DENSE, 1.6, rate=0.003)
     trained(results, DENSE, 1.5, rate=0.006)
-    assert results.carried_rate(usual("gpt-3"), DENSE) == 0.003  # twice as wide
-    assert results.carried_rate(usual("gpt-10"), DENSE) == 0.002
+    assert results.carried_rate(usual("gpt-3"), DENSE) == 0.0015  # twice as wide
+    assert results.carried_rate(usual("gpt-10"), DENSE) == 0.000667
     assert results.carried_rate(usual(SMALL, 4), DENSE) == 0.006
     assert results.carried_rate(usual(SMALL, 8, grow=True), DENSE) == 0.012  # 4 times the batch
     assert results.carried_rate(SETTING, "qsgd") is None
@@ -112,7 +112,7 @@ def test_what_is_trained_next(results):
         trained(results, "local", 1.6, length=length)
     assert planned("lengths", "local") == []
     more = trainings.planned(results, "tune", usual("gpt-3", 4), ["local", "qsgd"], [])
-    assert more == [Run("gpt-3", "local", 4, 32, 1.0, 0.003, 1)]
+    assert more == [Run("gpt-3", "local", 4, 32, 1.0, 0.0015, 1)]
 
 
 def test_time_to_a_loss_is_of_steps_and_of_their_time(results):
