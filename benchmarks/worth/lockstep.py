@@ -166,7 +166,17 @@ def trained(runs: list[Run], folder: Path | None) -> Iterator[tuple[Run, dict[st
     Args:
         runs: of one recipe and as many hosts.
         folder: in the place of Debian's packages.
+
+    Raises:
+        SystemExit: a method is more than one compressor and local steps by a number.
     """
+    for run in runs:
+        method = METHODS[run.method]
+        plain = not (
+            method.peer or method.inner or "Rule" in method.local or "{" in method.compressor
+        )
+        if not plain or method.passes > 1:
+            raise SystemExit(f"{run.method} needs ranks: leave --lockstep out")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     recipe, hosts, each = runs[0].recipe, runs[0].hosts, runs[0].batch // runs[0].hosts

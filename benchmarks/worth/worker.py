@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -53,7 +53,9 @@ class Training:
         self._recipe, self._method, self._data = RECIPES[run.recipe], METHODS[run.method], data
         self._rate, self.steps = run.rate, round(run.length * self._recipe.steps)
         self._warmup_steps = warmup_steps
-        self.model = DistributedDataParallel(self.plain)
+        # One bucket: with two, the hook's callbacks took all of gloo's threads and waited forever.
+        bucket = {"bucket_cap_mb": 1024} if self._method.peer == "powerSGD_hook" else {}
+        self.model = DistributedDataParallel(self.plain, **bucket)
         self._inner = self._optimizers()
         self.optimizers: Optimizers = self._inner
         self._sent: Callable[[], int] | None = None
@@ -104,17 +106,10 @@ class Training:
             averager = PeriodicModelAverager(period=PERIOD, warmup_steps=warmup)
             self.optimizers = [PostLocalSGDOptimizer(self._inner[0], averager)]
         elif method.peer:
-            self._hook_power_sgd()
-
-    def _hook_power_sgd(self) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-        # One bucket: with two, the hook's callbacks took all of gloo's threads and waited forever.
-        self.model = DistributedDataParallel(self.plain, bucket_cap_mb=1024)
-        state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=HOOK_RANK, start_powerSGD_iter=HOOK_FIRST
-        )
-        self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            power = powerSGD_hook.PowerSGDState(
+                None, matrix_approximation_rank=HOOK_RANK, start_powerSGD_iter=HOOK_FIRST
+            )
+            self.model.register_comm_hook(power, powerSGD_hook.powerSGD_hook)
 
     def _named(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, nn.Parameter]]:
         trained = {p for group in optimizer.param_groups for p in group["params"]}
@@ -170,23 +165,18 @@ class Training:
         if self._sent is not None:
             return self._sent() / self.step_made
         if method.peer == "powerSGD_hook":
-            rows = [p for p in self.parameters if p.dim() > 1]
-            factors = sum(
-                HOOK_RANK * (len(p) + p.numel() // len(p))
-                for p in rows
-                if HOOK_RANK * (len(p) + p.numel() // len(p)) * 2 < p.numel()
-            )
-            rest = sum(
-                p.numel()
-                for p in self.parameters
-                if p.dim() < 2 or HOOK_RANK * (len(p) + p.numel() // len(p)) * 2 >= p.numel()
-            )
             late = (self.step_made - HOOK_FIRST) / self.step_made
-            return 4.0 * (elements * (1 - late) + (factors + rest) * late)
+            return 4.0 * (elements * (1 - late) + sum(map(_low_rank, self.parameters)) * late)
         if method.peer:
             first = min(self._warmup_steps, self.step_made) / self.step_made
             return 4.0 * elements * (first + (1 - first) / PERIOD)
         return 4.0 * elements / method.passes
+
+
+def _low_rank(p: nn.Parameter) -> int:
+    """Return the elements that PyTorch's hook sends of a gradient: two factors, or all of it."""
+    factors = HOOK_RANK * (len(p) + p.numel() // len(p))
+    return factors if p.dim() > 1 and 2 * factors < p.numel() else p.numel()
 
 
 def train(training: Training) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.worth import __main__ as worth
-from benchmarks.worth import advised, recipes, tables, timings, trainings
+from benchmarks.worth import advised, lockstep, recipes, tables, timings, trainings
 from benchmarks.worth.methods import DENSE, MAIN, METHODS, PERIOD, PLAIN
 from benchmarks.worth.recipes import RECIPES, SMALL
 from benchmarks.worth.results import LENGTHS, Results, Run, Setting, usual
@@ -258,3 +258,10 @@ def test_advice_is_compared_with_the_best_that_was_timed(results):
     results.add_advice(SETTING, 10.0, row)
     results.add_advice(SETTING, 10.0, row)  # in its place
     assert Results(results.path).advised == [{**SETTING._asdict(), "ratio": 10.0, **row}]
+
+
+@pytest.mark.parametrize("method", ["hook", "accumulate-4", "muon", "quadratic", "dgc"])
+def test_methods_that_need_ranks_are_no_lockstep(folder, method):
+    run = Run(SMALL, method, 2, 4, 1.0, 0.006, 1)
+    with pytest.raises(SystemExit, match=f"{method} needs ranks"):
+        next(lockstep.trained([run], folder))
