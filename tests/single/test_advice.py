@@ -314,10 +314,9 @@ def test_the_law_lies_between_what_was_measured(hosts, setting):
 
 
 def test_other_hosts_and_models_than_those_of_the_law_are_named():
-    for setting in KEPT.settings():
-        run = next(iter(KEPT.losses(setting)))
-        parameters = KEPT.trained[run]["parameters"]
-        assert fewer_exchanges.beyond(setting.hosts, parameters) == ""
+    run = next(iter(KEPT.losses(usual(SMALL))))
+    parameters = KEPT.trained[run]["parameters"]
+    assert fewer_exchanges.beyond(run.hosts, parameters) == ""
     assert fewer_exchanges.beyond(64, parameters) == "64 hosts"
     unlike = fewer_exchanges.beyond(64, 124_000_000)
     assert unlike == "64 hosts and 124.0 million parameters"
