@@ -36,10 +36,8 @@ def model() -> tuple[torch.nn.Module, Any, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = data.model()
     losses = data.batches(model, 1)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
-    if RECIPES[recipe].optimizer == "sgd":
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, lambda: next(losses)(), optimizer
+    how = RECIPES[recipe]
+    return model, lambda: next(losses)(), how.optimizer([*model.parameters()], how.rates[0])
 
 
 def advice(hosts: Hosts, setting: Setting, folder: Path | None, limit: float) -> dict[str, Any]:

@@ -31,12 +31,7 @@ class Replica:
     def __init__(self, model: nn.Module, recipe: Recipe, rate: float, data: Task, seed: int):
         self.model = model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        how = {"lr": rate, "weight_decay": recipe.decay}
-        self.optimizer: torch.optim.Optimizer = (
-            torch.optim.SGD(self.parameters, momentum=0.9, **how)
-            if recipe.optimizer == "sgd"
-            else torch.optim.AdamW(self.parameters, betas=(0.9, 0.95), **how)
-        )
+        self.optimizer = recipe.optimizer(self.parameters, rate)
         self.batches: Iterator[Any] = data.batches(model, seed)
         self._clip = recipe.clip
 

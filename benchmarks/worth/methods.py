@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Method:
-    """How the ranks of a training exchange.
+    """Exchange of a training's ranks.
 
     Attributes:
         title: in tables and figures.
@@ -101,7 +101,7 @@ METHODS = {
         inner="muon",
     ),
 }
-PLAIN = (DENSE, "accumulate-4", "accumulate-16")  # uncompressed, in each step
+PLAIN = (DENSE, "accumulate-4", "accumulate-16")  # nothing is compressed, and replicas stay equal
 MAIN = (  # methods of the larger models
     DENSE, "accumulate-4", "post-local", "hook", "qsgd", "local-int8", "local-int8-5",
     "eighth-5", "nesterov-int8",

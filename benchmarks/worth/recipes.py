@@ -55,13 +55,13 @@ class Task(Protocol):
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained.
+    """Training of a model, whatever is exchanged.
 
     Attributes:
         title: in tables.
         batch: samples a step of all ranks together.
         steps, warmup_steps: of a training of usual length.
-        optimizer: "adamw" or "sgd".
+        optimizer_name: "adamw" or "sgd".
         decay: of weights.
         clip: the gradient's largest norm; None for none.
         rates: of learning at their highest, a ladder to choose from for each method.
@@ -71,10 +71,16 @@ class Recipe:
     batch: int
     steps: int
     warmup_steps: int
-    optimizer: str
+    optimizer_name: str
     decay: float
     clip: float | None
     rates: tuple[float, ...]
+
+    def optimizer(self, parameters: list[nn.Parameter], rate: float) -> torch.optim.Optimizer:
+        """Return a new optimizer at this rate."""
+        if self.optimizer_name == "sgd":
+            return torch.optim.SGD(parameters, rate, 0.9, weight_decay=self.decay)
+        return torch.optim.AdamW(parameters, rate, (0.9, 0.95), weight_decay=self.decay)
 
 
 LADDER = (0.00075, 0.0015, 0.003, 0.006, 0.012, 0.024, 0.048)

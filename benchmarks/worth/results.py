@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -41,7 +42,7 @@ class Run(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What is trained, whatever the method.
+    """Model, hosts and batch of trainings, whatever the method.
 
     Attributes:
         recipe: a key of `RECIPES`.
@@ -128,6 +129,7 @@ class Results:
     def best_rate(self, setting: Setting, method: str) -> float | None:
         """Return the rate with the lowest loss in trainings of usual length; None if none ran."""
         losses = self.losses(setting, method=method, length=1.0, seed=1)
+        losses = {run: loss for run, loss in losses.items() if math.isfinite(loss)}
         return min(losses, key=lambda run: losses[run]).rate if losses else None
 
     def carried_rate(self, setting: Setting, method: str) -> float | None:

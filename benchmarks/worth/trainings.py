@@ -76,7 +76,7 @@ def trials(recipe: Recipe, results: Results, setting: Setting, method: str) -> l
         return [rate for rate in first if rate not in tried]
     best = results.best_rate(setting, method)
     assert best is not None
-    place = recipe.rates.index(best)
+    place = min(range(len(recipe.rates)), key=lambda at: abs(recipe.rates[at] - best))
     next_to = recipe.rates[max(0, place - 1) : place + 2]
     return [rate for rate in next_to if rate not in tried][: TRIALS - len(tried)]
 

@@ -64,22 +64,21 @@ class Training:
         self.step_made, self.losses = 0, torch.zeros(self.steps)
 
     def _optimizers(self) -> Optimizers:
-        if self._recipe.optimizer == "sgd":
-            decay = self._recipe.decay
-            return [torch.optim.SGD(self.parameters, self._rate, 0.9, weight_decay=decay)]
-        how = {"lr": self._rate, "weight_decay": self._recipe.decay}
-        if self._method.inner == "muon":
-            matrices = [p for p in self.plain.blocks.parameters() if p.dim() == 2]
-            others = [p for p in self.parameters if not any(p is m for m in matrices)]
-            muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **how)
-            return [muon, torch.optim.AdamW(others, betas=(0.9, 0.95), **how)]
-        return [torch.optim.AdamW(self.parameters, betas=(0.9, 0.95), **how)]
+        recipe, rate = self._recipe, self._rate
+        if self._method.inner != "muon":
+            return [recipe.optimizer(self.parameters, rate)]
+        matrices = [p for p in self.plain.blocks.parameters() if p.dim() == 2]
+        others = [p for p in self.parameters if not any(p is m for m in matrices)]
+        muon = torch.optim.Muon(
+            matrices, rate, weight_decay=recipe.decay, adjust_lr_fn="match_rms_adamw"
+        )
+        return [muon, recipe.optimizer(others, rate)]
 
     def _exchange(self) -> None:
         """Let the method exchange in the place of `DistributedDataParallel`, if it does."""
         method, warmup = self._method, self._warmup_steps
         names = {**vars(hvd_gradcomp), "warmup": warmup, "rate": self._rate}
-        momentum = 0.9 if self._recipe.optimizer == "sgd" else 0.0
+        momentum = 0.9 if self._recipe.optimizer_name == "sgd" else 0.0
         text = method.compressor.format(momentum=momentum, warmup=warmup)
         compressor = eval(text, names) if text else None
         if method.local:

@@ -148,8 +148,8 @@ def command(
     loss, probes say what is in its gradients.
 
     It also says whether local steps reach a loss sooner, and which do soonest: their time is
-    predicted from the exchanges above, and how many more steps they need is what small transformers
-    needed on so many hosts ("Is it worth it?" on the site).
+    predicted from the exchanges above, and how many more steps they need is what a small
+    transformer needed on two hosts ("Is it worth it?" on the site).
     """
     options.check_png(png_path)
     if bandwidth is None and not launching.launcher():
@@ -261,7 +261,7 @@ def command(
         local = _fewer_exchanges([one.method for one, _ in everything], rows, pass_, hosts)
         content |= {"rows": [row._asdict() for row in rows], **_verdict_json(rows, verdict)}
         content["local_steps"] = local
-        content["unlike"] = fewer_exchanges.beyond(hosts, gradients.elements)
+        content["unlike"] = fewer_exchanges.beyond(hosts, shards * gradients.elements)
         content["takes_over"] = trained_with is None and any(
             one.costs.name == content["use"] and takes_momentum(one.method.compressor)
             for one, _ in results
@@ -546,7 +546,7 @@ def _milliseconds(seconds: Span) -> Span:
 def _fewer_exchanges(
     methods: Sequence[ExchangeMethod], rows: Sequence[Row], pass_: Backward, hosts: int
 ) -> dict[str, Any] | None:
-    """Return what to recommend in the place of an exchange in each step, for JSON; None if that."""
+    """Return the local steps to recommend, for JSON; None for an exchange in each step."""
     exchanges: dict[Compressor, Span] = {}
     steps: dict[Compressor, Span] = {}
     for method, row in zip(methods[1:], rows[1:]):

@@ -137,18 +137,18 @@ def recommended_local_steps(choice: dict[str, Any], unlike: str) -> str:
 
     Args:
         choice: what to recommend.
-        unlike: in what this training is unlike those that were measured; empty if in nothing.
+        unlike: hosts and parameters of this training, where they are out of the law's range.
     """
     low, _, high = choice["steps_needed"]
     text = (
         f"Or exchange seldom: LocalSteps(every={choice['every']}) with "
         f"{_written(choice['use'])}: a step takes {_span(choice['step_span_ms'], 'ms')} in the "
-        f"mean. Small transformers needed {low:.2f} to {high:.2f} times as many steps so; if yours "
-        f"does, it is at the same loss {_span(choice['sooner'], 'times')} sooner than without "
-        "compression. Try it: hvd-gradcomp compare."
+        f"mean. A small transformer needed {low:.2f} to {high:.2f} times as many steps so; if "
+        f"yours does, it is at the same loss {_span(choice['sooner'], 'times')} sooner than "
+        "without compression. Try it: hvd-gradcomp compare."
     )
     if unlike:
-        text += f" None of them had {unlike}: how many you need may differ."
+        text += f" Yours has {unlike}, which was not measured: it may need more, or fewer."
     return text
 
 

@@ -2,8 +2,7 @@
 
 Fewer exchanges make a step shorter, and a training needs more of them. How many more is a law that
 was measured (`LAW`; docs/worth.md, `make worth`): by the compressor, by the steps between two
-exchanges, and by the number of hosts. It holds for trainings like those; `beyond` says in what a
-training is unlike them.
+exchanges, and by the number of hosts. `beyond` names what is out of its range.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from hvd_gradcomp.tuning.recommend import WORTH, Span
 
 
 class Setting(NamedTuple):
-    """How seldom ranks exchange, and what.
+    """Compressor, and steps for each exchange.
 
     Attributes:
         compressor: of what is exchanged.
@@ -112,10 +111,10 @@ def choose(
 
 
 def beyond(hosts: int, parameters: int) -> str:
-    """Return in what a training is unlike those of the law; empty if it is like them."""
+    """Return the hosts and parameters that are out of the law's range, in words; empty for none."""
     unlike = []
     if not HOSTS[0] <= hosts <= HOSTS[1]:
         unlike.append(f"{hosts} hosts")
     if not PARAMETERS[0] <= parameters <= PARAMETERS[1]:
-        unlike.append(f"{parameters / 1e6:,.1f} million parameters")
+        unlike.append(f"{parameters:,} parameters")
     return " and ".join(unlike)

@@ -116,7 +116,7 @@ def test_what_is_trained_next(results):
 
 
 def test_time_to_a_loss_is_of_steps_and_of_their_time(results):
-    """Where the first steps are dense they take the time of dense ones."""
+    """Dense first steps take the time of dense ones."""
     times = {DENSE: 11.0, "accumulate-4": 3.5, "local": 1.5, "nesterov-first": 1.5}
     for method, ms in times.items():
         trained(results, method, 1.5)
