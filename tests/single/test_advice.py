@@ -347,7 +347,7 @@ def test_what_is_soonest_at_a_loss_is_chosen():
 
 @pytest.mark.parametrize("ratio", [0.3, 1.0, 3.0, 10.0, 30.0])
 def test_what_is_advised_is_within_a_fifth_of_the_best_that_was_measured(ratio):
-    """Methods between two hosts, by how communication-bound a step is."""
+    """Methods between two hosts, by how communication-bound a step is; at 0.3 none is advised."""
     results, setting = KEPT, usual(SMALL)
     alone = 1e-3 * results.row(setting, "dense", ratio)["alone_ms"]
     seconds = {
@@ -363,6 +363,9 @@ def test_what_is_advised_is_within_a_fifth_of_the_best_that_was_measured(ratio):
     plain = around(1e-3 * results.ms(setting, "dense", ratio))
     choice = fewer_exchanges.choose(exchanges, steps, plain, alone, 2)
     known = {method: each for method, each in seconds.items() if each is not None}
+    if ratio == 0.3:
+        assert choice is None
+        return
     if choice is None:  # what exchanges in each step, if it saves a tenth of one
         saves = results.ms(setting, "qsgd", ratio) < 0.9 * results.ms(setting, "dense", ratio)
         advised = "qsgd" if saves else "dense"
