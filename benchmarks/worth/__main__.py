@@ -34,7 +34,7 @@ from benchmarks.rig import HostsError, JobError
 from benchmarks.worth import advised, lockstep, tables, timings, trainings
 from benchmarks.worth.methods import MAIN, METHODS
 from benchmarks.worth.recipes import RECIPES, SHAPES
-from benchmarks.worth.results import Results, Setting, usual
+from benchmarks.worth.results import LENGTHS, Results, Setting, usual
 
 RATIOS = (0.3, 1.0, 3.0, 10.0, 30.0)
 
@@ -70,6 +70,9 @@ def main() -> int:
         "--methods", nargs="+", choices=METHODS, help="all by default, or the main ones"
     )
     parser.add_argument("--rates", nargs="+", type=float, help="in the place of the recipe's")
+    parser.add_argument(
+        "--lengths", nargs="+", type=float, choices=LENGTHS[1:], help="all by default, in turn"
+    )
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     parts = ("tune", "seeds", "lengths", "time", "advise")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts[:3])
@@ -97,10 +100,10 @@ def main() -> int:
             elif part == "advise":
                 advised.measure(results, setting, options.ratios, options.data)
             else:
-                rates = options.rates or []
                 how = lockstep.trained if options.lockstep else trainings.trained
+                chosen = trainings.Chosen(options.rates, options.lengths)
                 trainings.train(
-                    results, setting, part, methods, rates, options.data, how, options.minutes
+                    results, setting, part, methods, chosen, options.data, how, options.minutes
                 )
     except (HostsError, data.DataError) as error:
         print(error, file=sys.stderr)

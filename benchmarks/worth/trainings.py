@@ -10,9 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.worth.methods import METHODS
 from benchmarks.worth.recipes import RECIPES, SMALL, Recipe
@@ -22,6 +22,20 @@ MARK = "WORTH "  # begins a worker's line with a result
 WORKER = "benchmarks.worth.worker"
 SEEDS = (2, 3)
 TRIALS = 5  # of rates, at most
+
+
+class Chosen(NamedTuple):
+    """Settings to try in the place of the usual ones; None for those.
+
+    Attributes:
+        rates: of learning, in trainings of usual length.
+        lengths: of trainings, in usual ones, the first that is not there yet.
+    """
+
+    rates: Sequence[float] | None = None
+    lengths: Sequence[float] | None = None
+
+
 RunAll = Callable[[list[Run], Path | None], Iterator[tuple[Run, dict[str, Any]]]]
 
 
@@ -82,7 +96,7 @@ def trials(recipe: Recipe, results: Results, setting: Setting, method: str) -> l
 
 
 def planned(
-    results: Results, part: str, setting: Setting, methods: list[str], rates: list[float]
+    results: Results, part: str, setting: Setting, methods: list[str], chosen: Chosen
 ) -> list[Run]:
     """Return the next trainings of a part that are not in the file.
 
@@ -91,16 +105,16 @@ def planned(
         part: "tune", "seeds" or "lengths".
         setting: what is trained.
         methods: to train it.
-        rates: to try in the place of the recipe's; none for those.
+        chosen: to try.
     """
     tuned = setting in (usual(SMALL), usual("resnet-20"))
     runs = []
     for method in methods:
         best = results.best_rate(setting, method)
-        now: list[float] = []
+        now: Sequence[float] = []
         lengths, seeds = [1.0], [1]
-        if part == "tune" and rates:
-            now = rates
+        if part == "tune" and chosen.rates:
+            now = chosen.rates
         elif part == "tune" and tuned:
             now = trials(RECIPES[setting.recipe], results, setting, method)
         elif part == "tune":
@@ -109,7 +123,8 @@ def planned(
         elif best is not None and part == "seeds" and METHODS[method].sure:
             now, seeds = [best], list(SEEDS)
         elif best is not None and part == "lengths" and results.needed(setting, method) is None:
-            longer = [x for x in LENGTHS if not results.at_best(setting, method, x)]
+            lengths_to_try = chosen.lengths or LENGTHS
+            longer = [x for x in lengths_to_try if not results.at_best(setting, method, x)]
             now, lengths = [best], longer[:1]
         for length, rate, seed in itertools.product(lengths, now, seeds):
             run = Run(setting.recipe, method, setting.hosts, setting.batch, length, rate, seed)
@@ -123,7 +138,7 @@ def train(
     setting: Setting,
     part: str,
     methods: list[str],
-    rates: list[float],
+    chosen: Chosen,
     folder: Path | None,
     run_all: RunAll,
     minutes: float = math.inf,
@@ -132,14 +147,14 @@ def train(
 
     Args:
         results: to add to.
-        setting, methods, rates: of `planned`.
+        setting, methods, chosen: of `planned`.
         part: of `planned`.
         folder: in the place of Debian's packages.
         run_all: trains, and yields a row for each training as it ends.
         minutes: after which nothing may end.
     """
     pace, deadline = 0.0, time.monotonic() + 60 * minutes  # seconds a step
-    while runs := planned(results, part, setting, methods, rates):
+    while runs := planned(results, part, setting, methods, chosen):
         left = sum(steps_of(run) for run in runs)
         known = f", about {pace * left / 60:.0f} minutes" if pace else ""
         print(f"{setting.recipe}, {part}: {len(runs)} trainings{known}", flush=True)

@@ -95,8 +95,9 @@ def test_the_length_that_is_needed_lies_between_those_that_were_trained(results)
 
 
 def test_what_is_trained_next(results):
-    def planned(part, *methods, rates=()):
-        runs = trainings.planned(results, part, SETTING, list(methods), list(rates))
+    def planned(part, *methods, **chosen):
+        how = trainings.Chosen(**chosen)
+        runs = trainings.planned(results, part, SETTING, list(methods), how)
         return [(run.method, run.length, run.rate, run.seed) for run in runs]
 
     assert [rate for _, _, rate, _ in planned("tune", DENSE)] == [0.003, 0.006, 0.012]
@@ -108,10 +109,12 @@ def test_what_is_trained_next(results):
     assert planned("tune", DENSE, "local") == []
     assert planned("seeds", DENSE, "bf16") == [(DENSE, 1.0, 0.006, 2), (DENSE, 1.0, 0.006, 3)]
     assert planned("lengths", DENSE, "local", "bf16") == [("local", 1.25, 0.006, 1)]
+    assert planned("lengths", "local", lengths=[2.0]) == [("local", 2.0, 0.006, 1)]
     for length in LENGTHS[1:]:
         trained(results, "local", 1.6, length=length)
     assert planned("lengths", "local") == []
-    more = trainings.planned(results, "tune", usual("gpt-3", 4), ["local", "qsgd"], [])
+    larger, methods = usual("gpt-3", 4), ["local", "qsgd"]
+    more = trainings.planned(results, "tune", larger, methods, trainings.Chosen())
     assert more == [Run("gpt-3", "local", 4, 32, 1.0, 0.0015, 1)]
 
 
