@@ -130,6 +130,7 @@ def test_the_sdist_has_what_make_check_test_needs(sdist: Path) -> None:
     assert sdist.name == f"hvd_gradcomp-{hvd_gradcomp.__version__}.tar.gz"
     expected = {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", SCRIPT}
     expected |= {"pyproject.toml", "setup.py", ".ci/run", "docker/constraints.txt"}
+    expected |= {"CITATION.cff", "SECURITY.md", ".github/workflows/ci.yml"}
     for folder in ("benchmarks", "docs", "examples", "hvd_gradcomp", "tests"):
         expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
     expected |= {path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/golden/*.json")}
