@@ -1,6 +1,9 @@
-"""Gradient compression for Horovod.
+"""Gradient compression and local steps for data-parallel training.
 
-    import hvd_gradcomp.torch as hvd          # or hvd_gradcomp.tensorflow
+    from hvd_gradcomp.torch import ddp        # or fsdp, trainers: without Horovod
+    ddp.compress(model, QSGDCompressor(bits=4))
+
+    import hvd_gradcomp.torch as hvd          # or hvd_gradcomp.tensorflow: over Horovod
     optimizer = hvd.DistributedOptimizer(optimizer, compression=hvd.VarianceCompressor(alpha=2))
 
 This module imports no framework: the compressors are descriptions, the frontends run them.

@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 HOROVOD = "0.28.1"
 KERAS_BACKEND = "KERAS_BACKEND"
+# Lines of the import error, where Horovod is not installed, and where another module does instead.
+_UNBUILDABLE = (f"# pip cannot build Horovod {HOROVOD} unchanged for today's frameworks",)
+_INSTEAD = ("Without Horovod use hvd_gradcomp.torch.ddp, .fsdp or .trainers.",)
 
 
 def require_horovod(framework: str) -> None:
@@ -27,11 +30,14 @@ def require_horovod(framework: str) -> None:
         while isinstance(first.__context__, ImportError):
             first = first.__context__
         message = str(first)
-        raise ImportError(
-            f"hvd_gradcomp.{framework} needs Horovod {HOROVOD}: {message}. What helps:\n"
-            f"{cure(message)}\n`hvd-gradcomp doctor` looks at all that is needed",
-            name=error.name,
-        ) from error
+        lines = [
+            f"hvd_gradcomp.{framework} needs Horovod {HOROVOD}: {message}. What helps:",
+            cure(message),
+            *(_UNBUILDABLE if "No module named 'horovod'" in message else ()),
+            *(_INSTEAD if framework == "torch" else ()),
+            "`hvd-gradcomp doctor` looks at all that is needed",
+        ]
+        raise ImportError("\n".join(lines), name=error.name) from error
 
 
 def require_keras_backend(backend: str) -> None:

@@ -112,7 +112,10 @@ for frontend in ("torch", "tensorflow", "tensorflow.keras"):
     for line in lines:
         assert "No module named 'horovod'. What helps:" in line
         assert f"{sys.executable} -m hvd_gradcomp build-horovod" in line
+        assert "pip cannot build Horovod 0.28.1 unchanged" in line
         assert "hvd-gradcomp doctor" in line
+    instead = "Without Horovod use hvd_gradcomp.torch.ddp, .fsdp or .trainers."
+    assert [instead in line for line in lines] == [True, False, False]
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])

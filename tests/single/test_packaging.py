@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import os
+import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -128,6 +130,7 @@ def test_the_sdist_has_what_make_check_test_needs(sdist: Path) -> None:
     assert sdist.name == f"hvd_gradcomp-{hvd_gradcomp.__version__}.tar.gz"
     expected = {"CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", SCRIPT}
     expected |= {"pyproject.toml", "setup.py", ".ci/run", "docker/constraints.txt"}
+    expected |= {"CITATION.cff", "SECURITY.md", ".github/workflows/ci.yml"}
     for folder in ("benchmarks", "docs", "examples", "hvd_gradcomp", "tests"):
         expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
     expected |= {path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/golden/*.json")}
@@ -163,6 +166,20 @@ def test_requires_little_outside_the_extras(wheel: Path) -> None:
     assert {"torch", "tensorflow", "test", "examples"} <= set(metadata.get_all("Provides-Extra"))
     # Horovod as released does not build against today's frameworks, so pip must not try.
     assert [r for r in requirements if r.startswith("horovod")] == []
+
+
+def test_the_extra_of_horovod_is_what_its_build_installs(wheel: Path) -> None:
+    """The extra cannot build Horovod; it saves the build's script the Python packages."""
+    script = (ROOT / SCRIPT).read_text()
+    installs = re.findall(r'^ *"\$python" -m pip install --quiet ([^-\n]+)$', script, re.MULTILINE)
+    assert len(installs) == 2
+    words = {word for line in installs for word in shlex.split(line)}
+    extra = [
+        r.partition(";")[0].strip()
+        for r in _metadata(wheel).get_all("Requires-Dist") or []
+        if r.partition(";")[2].replace("'", '"').strip() == 'extra == "horovod"'
+    ]
+    assert {*extra} == words
 
 
 def test_says_who_made_it_and_under_which_licence(wheel: Path) -> None:

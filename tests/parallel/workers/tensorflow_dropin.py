@@ -20,6 +20,7 @@ from hvd_gradcomp import (
     SparseGDCompressor,
     StromCompressor,
     VarianceCompressor,
+    __version__,
     partition,
     role,
 )
@@ -500,7 +501,11 @@ def twice():
 
 def as_saved(compressor):
     """What Keras writes of a distributed optimizer."""
-    written = {"hvd_gradcomp": "0.1.0", "optimizer": "Adam", "compression": as_config(compressor)}
+    written = {
+        "hvd_gradcomp": __version__,
+        "optimizer": "Adam",
+        "compression": as_config(compressor),
+    }
     return {
         "module": "keras.src.optimizers.adam",
         "class_name": "Adam",
