@@ -29,6 +29,7 @@ path := $$PATH
 else
 python := $(VENV)/bin/python
 path := $(abspath $(VENV))/bin:$$PATH
+torch := $(VENV)/.stamp-torch
 tools := $(VENV)/.stamp-tools
 frameworks := $(VENV)/.stamp-frameworks
 horovod := $(VENV)/.stamp-horovod
@@ -121,8 +122,15 @@ fuzz: $(frameworks) ## payloads that a sender has made up, by libFuzzer under Ad
 compat: $(compat) ## Horovod's own tests and examples, stock beside ours; COMPAT_SOURCE=its checkout
 	@$(run) -m tests.compat $(ARGS)
 
-demo: $(horovod) ## train on real digits with and without compression, on PyTorch and Keras 3
-	@$(run) -m examples.demo $(ARGS)
+# The first table needs neither TensorFlow nor Horovod: they are installed after it.
+demo: $(torch) ## train on digits with and without compression: a table in two minutes, then one over Horovod; ARGS=--no-horovod stops between
+	@$(run) -m examples.demo --no-horovod $(ARGS)
+ifeq ($(filter --no-horovod,$(ARGS)),)
+	@[ -z "$(horovod)" ] || [ -e "$(horovod)" ] || echo "now Horovod: building it takes about 8 minutes, once;" \
+		"\`make demo ARGS=--no-horovod\` stops here"
+	@$(if $(horovod),$(MAKE) --no-print-directory $(horovod))
+	@$(run) -m examples.demo --no-ddp $(ARGS)
+endif
 
 # On a GPU PyTorch's codecs alone, with the PyTorch that is installed; SETUP=0 DEVICE=cuda.
 bench: $(if $(filter cuda,$(DEVICE)),,$(horovod)) ## method x framework x density: copies, ms, first step; 35 minutes, or ARGS=--quick
@@ -211,14 +219,23 @@ $(VENV)/.stamp-venv:
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
+# By itself what `make demo` begins with, of the same versions as the other frameworks.
+$(VENV)/.stamp-torch: $(VENV)/.stamp-venv docker/frameworks.txt setup.py pyproject.toml docker/constraints.txt $(wildcard hvd_gradcomp/ops/c/*.[ch])
+	@docker/install-system.sh --compiler $(PYTHON)
+	@echo "torch: PyTorch, scikit-learn and this package with its C library (a minute or two)"
+	@grep -E '^(torch|numpy|setuptools|wheel)' docker/frameworks.txt >$(VENV)/torch.txt
+	@$(pip) --requirement $(VENV)/torch.txt scikit-learn
+	@$(pip) --no-build-isolation --editable .
+	@touch $@
+
 $(VENV)/.stamp-tools: $(VENV)/.stamp-venv setup.py pyproject.toml docker/constraints.txt $(wildcard hvd_gradcomp/ops/c/*.[ch])
 	@echo "tools: linter, type checker, test runner and this package (half a minute)"
 	@$(pip) "setuptools<81" wheel
 	@$(pip) --no-build-isolation --editable ".[test]"
 	@touch $@
 
-$(VENV)/.stamp-frameworks: $(VENV)/.stamp-tools docker/frameworks.txt
-	@echo "frameworks: PyTorch, TensorFlow, Keras and what the examples use (minutes)"
+$(VENV)/.stamp-frameworks: $(VENV)/.stamp-tools $(VENV)/.stamp-torch docker/frameworks.txt
+	@echo "frameworks: TensorFlow, Keras and what the examples use (minutes)"
 	@$(pip) --requirement docker/frameworks.txt
 	@$(pip) --no-build-isolation --editable ".[examples,tensorboard]"
 	@touch $@

@@ -3,19 +3,22 @@
 # (no apt-get, a Python of one's own) it names what to install and exits with 2. With nothing missing
 # it is done at once and prints nothing.
 #
-#   docker/install-system.sh [--python-only | --hosts | --data] [PYTHON]       default: python3
+#   docker/install-system.sh [--python-only | --compiler | --hosts | --data] [PYTHON]
 #
+# PYTHON          default: python3
 # --python-only   what a virtual environment needs; without it also what building and running
 #                 Horovod needs: a compiler, CMake, Open MPI with headers, an ssh client
+# --compiler      what a virtual environment and this package's C library need
 # --hosts         also what `make hosts` needs: an ssh server, ip and tc
 # --data          only what `make papers` trains on: images and a text
 set -euo pipefail
 
-python_only= hosts= data=
+python_only= compiler=yes hosts= data=
 case ${1:-} in
-    --python-only) python_only=yes; shift ;;
+    --python-only) python_only=yes compiler=; shift ;;
+    --compiler) python_only=yes; shift ;;
     --hosts) hosts=yes; shift ;;
-    --data) data=yes; shift ;;
+    --data) data=yes compiler=; shift ;;
 esac
 python=${1:-python3}
 
@@ -73,8 +76,8 @@ else
     done
 fi
 
+[ ! "$compiler" ] || need build-essential make g++
 if [ ! "$python_only$data" ]; then
-    need build-essential make g++
     need cmake cmake
     need openmpi-bin mpirun
     need libopenmpi-dev mpicxx ompi_info

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to a result without Horovod, timed: a fresh environment with PyTorch, the wheel of
-# `make wheels`, and a program on two ranks of DistributedDataParallel.
+# `make wheels`, and a program and the demo on two ranks of DistributedDataParallel.
 #
 #   docker/torch-alone.sh PYTHON
 set -euo pipefail
@@ -26,6 +26,7 @@ timed "the wheel" $pip "$wheel"
 cd "$folder"
 timed "the program, on two ranks" \
     env -u PYTHONPATH OMP_NUM_THREADS=1 venv/bin/torchrun --standalone --nproc-per-node 2 "$program"
+timed "hvd-gradcomp demo" env -u PYTHONPATH venv/bin/hvd-gradcomp demo
 env -u PYTHONPATH venv/bin/python -c '
 import torch
 from time import process_time as now

@@ -1,10 +1,12 @@
-"""Trains the digits on two ranks, plain and compressed, on PyTorch and on Keras 3.
+"""Trains the digits on two ranks, plain and compressed: first without Horovod, then with it.
 
     make demo
 
-Each run is `horovodrun --gloo -np 2` with the same seed and epochs; then one table, and
-`results/demo.png` with accuracy against bytes sent. On other machines over ssh, each with the same
-Python at the same place: `--hosts one:1,two:1`. On one machine it ends with what a training takes
+The first table is that of `hvd-gradcomp demo`, over `torch.distributed`; it needs PyTorch and
+scikit-learn alone, and `--no-horovod` stops there. For the second, on PyTorch and on Keras 3, each
+run is `horovodrun --gloo -np 2` with the same seed and epochs; `results/demo.png` has accuracy
+against bytes sent. On other machines over ssh, each with the same Python at the same place:
+`--hosts one:1,two:1`, without the first table. On one machine it ends with what a training takes
 over a link of 100 Mb/s, timed on hosts of this machine where it can make some, else predicted.
 """
 
@@ -17,19 +19,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
 from rich.console import Console
 from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
 FRAMEWORKS = {"PyTorch": "examples.pytorch.digits", "Keras 3": "examples.keras.digits"}
 METHODS = ("none", "variance", "hybrid")
+EPOCHS = 60  # of each run over Horovod
 MEASURED = Path(__file__).resolve().parents[1] / "docs/measured"
 HOSTS, WORTH = MEASURED / "hosts.json", MEASURED / "worth.json"
 WAYS = ("dense", "QSGD(", "Variance(", "Hybrid(")
@@ -38,6 +38,16 @@ ONE_MACHINE = (
     "A compressed step is slower here. The ranks of one machine exchange by its memory, so what "
     "compressing costs shows and what it saves does not."
 )
+
+
+def first_table(options: argparse.Namespace) -> None:
+    """Train over `torch.distributed`, without Horovod; a training that fails ends the demo."""
+    command = [sys.executable, "-m", "hvd_gradcomp", "demo", "--seed", str(options.seed)]
+    command += ["-np", str(options.ranks)] if options.ranks else []
+    command += ["--epochs", str(options.epochs)] if options.epochs else []
+    code = subprocess.run(command).returncode
+    if code:
+        sys.exit(code)
 
 
 def run(
@@ -51,7 +61,7 @@ def run(
     command = [str(launcher), "--gloo", "-np", str(options.ranks)]
     command += ["-H", options.hosts] if options.hosts else []
     command += [sys.executable, "-m", module, "--json", "--method", method]
-    command += ["--epochs", str(options.epochs), "--seed", str(options.seed)]
+    command += ["--epochs", str(options.epochs or EPOCHS), "--seed", str(options.seed)]
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "OMP_NUM_THREADS": "1", **os.environ}
     row = None
     with tempfile.TemporaryFile("w+") as log:
@@ -71,7 +81,7 @@ def run(
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    shown = Table(title="Handwritten digits, same seed and epochs on all ranks")
+    shown = Table(title="Handwritten digits over Horovod, same seed and epochs on all ranks")
     shown.add_column("framework")
     shown.add_column("method")
     for title in ("test accuracy", "element ratio", "byte ratio", "ms/step"):
@@ -110,6 +120,11 @@ def links(path: Path = HOSTS) -> Table:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Accuracy against bytes, one marker a run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
     markers = dict(zip(FRAMEWORKS, "os"))
     colors = dict(zip(METHODS, ("tab:gray", "tab:blue", "tab:orange")))
@@ -140,10 +155,18 @@ def main() -> None:
         help="where they run, as `horovodrun -H` takes it: NAME:SLOTS,... (default: "
         "$HVD_GRADCOMP_HOSTS, or this machine)",
     )
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--epochs", type=int, help=f"of each run; default: {EPOCHS} over Horovod")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("results"))
+    parser.add_argument("--no-ddp", action="store_true", help="leave the first table out")
+    parser.add_argument("--no-horovod", action="store_true", help="stop after the first table")
     options = parser.parse_args()
+    if not (options.no_ddp or options.hosts):
+        first_table(options)
+    if options.no_horovod:
+        return
+    if find_spec("horovod") is None:
+        sys.exit("Horovod is not installed: `make demo` builds it, and so does `make setup`")
     if options.ranks is None:
         hosts = options.hosts.split(",") if options.hosts else ["localhost:2"]
         options.ranks = sum(int(host.rpartition(":")[2]) for host in hosts)
@@ -154,7 +177,7 @@ def main() -> None:
         for framework, module in FRAMEWORKS.items():
             for method in METHODS:
                 title = f"{framework}, {method}"
-                task = progress.add_task(f"{title:<18}", total=options.epochs)
+                task = progress.add_task(f"{title:<18}", total=options.epochs or EPOCHS)
                 rows.append(run(module, method, options, lambda task=task: progress.advance(task)))
     plot(rows, options.output / "demo.png")
     (options.output / "demo.json").write_text(json.dumps(rows, indent=1))

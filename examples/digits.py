@@ -7,28 +7,17 @@ import json
 import logging
 from typing import Any
 
-import numpy as np
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
-
 from hvd_gradcomp import Compressor, HybridCompressor, NoneCompressor, VarianceCompressor
+from hvd_gradcomp.cli.digits import load, shard
 from hvd_gradcomp.monitoring.stats import CompressionStats
+
+__all__ = ["METHODS", "arguments", "load", "process_sets", "report", "say", "shard"]
 
 METHODS: dict[str, Compressor] = {
     "none": NoneCompressor(),
     "variance": VarianceCompressor(alpha=2.0),
     "hybrid": HybridCompressor(tau=0.1, alpha=2.0),
 }
-
-
-def load() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """1,257 images to train on and 540 to test: float32 [n, 8, 8, 1] in [0, 1], labels int64."""
-    images, labels = load_digits(return_X_y=True)
-    images = (images / 16.0).astype(np.float32).reshape(-1, 8, 8, 1)
-    train_x, test_x, train_y, test_y = train_test_split(
-        images, labels.astype(np.int64), test_size=0.3, random_state=0, stratify=labels
-    )
-    return train_x, train_y, test_x, test_y
 
 
 def arguments(description: str) -> argparse.Namespace:
@@ -50,13 +39,6 @@ def arguments(description: str) -> argparse.Namespace:
 def process_sets(options: argparse.Namespace) -> str | None:
     """Return the `process_sets` for `hvd.init`."""
     return "dynamic" if options.hierarchical else None
-
-
-def shard(size: int, batch_size: int, rank: int, world: int, seed: int) -> np.ndarray:
-    """This rank's batches of one epoch, [batches, batch_size]: all ranks cut one shuffled order."""
-    order = np.random.default_rng(seed).permutation(size)
-    batches = size // (batch_size * world)
-    return order[: batches * batch_size * world].reshape(batches, world, batch_size)[:, rank]
 
 
 def say(epoch: int, epochs: int) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from examples import digits
-from examples.pytorch.digits import network
+from hvd_gradcomp.cli.digits import network
 from hvd_gradcomp.monitoring.probe import Reading
 from hvd_gradcomp.torch.monitoring.probing import Probe
 

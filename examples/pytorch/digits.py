@@ -13,23 +13,7 @@ from torch import nn
 
 import hvd_gradcomp.torch as hvd
 from examples import digits
-
-
-def network() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(32, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(256, 128),
-        nn.ReLU(),
-        nn.Linear(128, 10),
-    )
+from hvd_gradcomp.cli.digits import network
 
 
 def prepared(options: Any) -> tuple[list[torch.Tensor], nn.Module, Any]:

@@ -2,8 +2,9 @@
 
 Each command has a module of its name here, imported when the command is called: `doctor` must work
 even if nothing else does. `options`, `output`, `progress` and `style` are for several commands,
-`advise_report` formats for `advise`; `launching`, `without_horovod`, `selftest` and `hosts` are
-about ranks; `inspection` asks what is installed, and `usercode` reads a user's code.
+`advise_report` formats for `advise`, and `digits` is what `demo` trains; `launching`,
+`without_horovod`, `selftest` and `hosts` are about ranks; `inspection` asks what is installed, and
+`usercode` reads a user's code.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import hvd_gradcomp
 from hvd_gradcomp import __version__
 from hvd_gradcomp.core.suggestions import did_you_mean
 
-COMMANDS = ("doctor", "build", "build-horovod", "bench", "advise", "compare", "rendezvous")
+COMMANDS = ("demo", "doctor", "build", "build-horovod", "bench", "advise", "compare", "rendezvous")
 
 
 class _Commands(click.Group):

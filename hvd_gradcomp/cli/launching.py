@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from threading import Thread
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import click
 
@@ -113,6 +113,17 @@ def with_ranks(command: Callable[..., Any]) -> Callable[..., Any]:
     return started
 
 
+def on_this_machine(ranks: int) -> NoReturn:
+    """Start this command again on ranks of this machine, over loopback, and exit as they do.
+
+    The machine's own name need not resolve.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    program = [sys.executable, "-m", "hvd_gradcomp", *sys.argv[1:]]
+    click.echo(f"starting {counted(ranks, 'rank')} by torchrun", err=True)
+    sys.exit(run(_torchrun(ranks, program, "--local-addr", "127.0.0.1")))
+
+
 def _by_torchrun(ranks: int, hosts: list[Host], words: str, program: list[str]) -> list[str]:
     """Return the command that starts ranks on this machine by torchrun.
 
@@ -134,7 +145,11 @@ def _by_torchrun(ranks: int, hosts: list[Host], words: str, program: list[str]) 
         )
     if find_spec("torch") is None:
         raise click.ClickException("ranks are started by PyTorch, which is not installed")
-    torchrun = [program[0], "-m", "torch.distributed.run", "--standalone", "--tee", "3"]
+    return _torchrun(ranks, program)
+
+
+def _torchrun(ranks: int, program: list[str], *options: str) -> list[str]:
+    torchrun = [program[0], "-m", "torch.distributed.run", "--standalone", "--tee", "3", *options]
     return [*torchrun, "--nproc-per-node", str(ranks), *program[1:]]
 
 

@@ -85,6 +85,37 @@ def chosen(*methods: str) -> list[str]:
     return [word for method in methods for word in ("-c", method)]
 
 
+def test_demo(without: Path):
+    """Over `torch.distributed`, where importing anything but PyTorch and scikit-learn fails."""
+    for name in ("tensorflow", "keras", "matplotlib"):
+        (without / f"{name}.py").write_text(f"raise ImportError('no {name} here')\n")
+    figures = without / "demo.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "hvd_gradcomp", "demo", "--epochs", "1", "--json", str(figures)],
+        cwd=without,
+        env={**environment(), "PYTHONPATH": f"{without}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(figures.read_text())
+    dense, qsgd, local = report["rows"]
+    assert (report["ranks"], dense["steps"], dense["ratio"]) == (2, 19, 1.0)
+    assert dense["bytes"] == 4 * 62_250
+    assert 7 < qsgd["ratio"] < 8, "4 bits"
+    assert 100 < local["ratio"] < 130, "4 exchanges in 19 steps, 4 bits and a place for 1 in 8"
+    assert all(row["accuracy"] > 25 and row["ms"] > 0 for row in report["rows"]), "chance is 10 %"
+    assert done.stderr.startswith("starting 2 ranks by torchrun\n")
+    for row in report["rows"]:
+        assert f"{row['method']}: {row['accuracy']:.2f} % of the test images" in done.stderr
+        assert row["method"] in done.stdout
+    last = " ".join(done.stdout.rpartition("\n\n")[2].split())
+    assert (
+        last.startswith("On one machine a compressed exchange is no faster") and "worth.md" in last
+    )
+
+
 def test_bench(tmp_path: Path):
     figures, picture = tmp_path / "bench.json", tmp_path / "bench.png"
     files = ("--json", str(figures), "--png", str(picture))

@@ -25,6 +25,13 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+def test_the_demo_s_first_table():
+    command = [sys.executable, "-m", "examples.demo", "--no-horovod", "--epochs", "1"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    assert "QSGD, 4 bits" in done.stdout and "Horovod" not in done.stdout
+
+
 def test_character_lstm():
     out = run(
         "examples.pytorch.char_lstm", "--steps", "6", "--width", "16", "--characters", "90000"

@@ -69,7 +69,7 @@ def test_the_list_of_commands_has_whole_sentences():
         (("bench", "-m", "resnet51"), "did you mean 'resnet50'? There are resnet50, vgg16, bert-b"),
         (("bench", "-m", "pickle:dunps"), "has no 'dunps'; did you mean 'dumps'?"),
         (("bnch",), "no command 'bnch'; did you mean 'bench'?"),
-        (("quux",), "no command 'quux'; there are doctor, build,"),
+        (("quux",), "no command 'quux'; there are demo, doctor, build,"),
         (("bench", "--rond", "3"), "'--rounds'"),
         (("doctor", "--framework", "troch"), "'torch', 'tensorflow'"),
         (("bench", "-c", "dgcc"), "'dgcc' is no compressor; did you mean 'dgc'?"),
