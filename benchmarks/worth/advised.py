@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from benchmarks.worth.results import Results, Setting, usual
 from hvd_gradcomp.planning.description import brief
 
 FOLDER, RECIPE, HOSTS = "WORTH_DATA", "WORTH_RECIPE", "WORTH_HOSTS"  # environment variables
-COMMAND = ["python", "-m", "hvd_gradcomp", "advise", "--rounds", "9"]
+COMMAND = ["-m", "hvd_gradcomp", "advise", "--rounds", "9"]
 MODEL = "benchmarks.worth.advised:model"
 LIMIT = 1800.0  # seconds of a run
 COMPARED = ("bf16", "int8", "qsgd", "power", "eighth-5")  # methods whose compressors are measured
@@ -40,8 +41,19 @@ def model() -> tuple[torch.nn.Module, Any, torch.optim.Optimizer]:
     return model, lambda: next(losses)(), how.optimizer([*model.parameters()], how.rates[0])
 
 
+def torchrun(command: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return what each host runs, so that its rank is one of `torch.distributed`."""
+    start = ["python", "-m", "torch.distributed.run", "--nnodes", str(len(names))]
+    start += ["--nproc-per-node", "1", "--master-addr", names[0], "--master-port", "29400"]
+    return [
+        "sh",
+        "-c",
+        f'exec {shlex.join(start)} --node-rank "$HOROVOD_RANK" {shlex.join(command)}',
+    ]
+
+
 def advice(hosts: Hosts, setting: Setting, folder: Path | None, limit: float) -> dict[str, Any]:
-    """Run the command between the hosts; return its JSON.
+    """Run the command between the hosts, over gloo as the trainings were; return its JSON.
 
     Raises:
         JobError: the ranks have failed.
@@ -50,10 +62,10 @@ def advice(hosts: Hosts, setting: Setting, folder: Path | None, limit: float) ->
         path = Path(scratch, "advice.json")
         chosen = [f"--compression={METHODS[method].compressor}" for method in COMPARED]
         command = [*COMMAND, "--model", MODEL, "--json", str(path), *chosen]
-        env = {RECIPE: setting.recipe, HOSTS: str(setting.hosts)}
+        env = {RECIPE: setting.recipe, HOSTS: str(setting.hosts), "GLOO_SOCKET_IFNAME": "eth0"}
         env |= {FOLDER: str(folder)} if folder else {}
         env |= {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
-        hosts.horovodrun(command, env=env, timeout=limit)
+        hosts.horovodrun(torchrun(command, hosts.names), env=env, timeout=limit)
         return dict(json.loads(path.read_text()))
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 from benchmarks.worth.methods import METHODS
+from benchmarks.worth.recipes import RECIPES
 from benchmarks.worth.results import LENGTHS, Results, Setting, spread
 
 
-def _rows(heads: list[str], rows: list[list[str]]) -> str:
-    lines = [heads, ["---", *["--:"] * (len(heads) - 1)], *rows]
+def _rows(heads: list[str], rows: list[list[str]], texts: int = 1) -> str:
+    """Return a table whose first columns are texts, and the others numbers."""
+    lines = [heads, [*["---"] * texts, *["--:"] * (len(heads) - texts)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -55,3 +58,19 @@ def times(results: Results, setting: Setting) -> str:
             cells.append("" if ms is None else f"{gain} ({ms:,.0f} ms)")
         rows.append(cells)
     return _rows(["method", "length", *(f"{ratio:g}" for ratio in ratios)], rows)
+
+
+def gains(results: Results, methods: Sequence[str]) -> str:
+    """Return a table of times sooner for some methods, in all settings whose steps were timed."""
+    settings = [setting for setting in results.settings() if results.ratios(setting)]
+    ratios = sorted({ratio for setting in settings for ratio in results.ratios(setting)})
+    rows = []
+    for setting in settings:
+        for method in methods:
+            sooner = [results.sooner(setting, method, ratio) for ratio in ratios]
+            if any(sooner):
+                cells = ["" if x is None else f"{x:.1f}" for x in sooner]
+                model = f"{RECIPES[setting.recipe].title}, {setting.hosts} hosts"
+                rows.append([model, METHODS[method].title, *cells])
+    heads = ["model, hosts", "method", *(f"at {ratio:g}" for ratio in ratios)]
+    return _rows(heads, rows, texts=2)

@@ -9,19 +9,19 @@ from pathlib import Path
 import click
 from tabulate import tabulate
 
-from hvd_gradcomp import ChunkedTopKCompressor, QSGDCompressor
 from hvd_gradcomp.cli import digits, launching, options, output
 from hvd_gradcomp.cli.digits import Row
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.planning.methods import ExchangeMethod, Local
+from hvd_gradcomp.tuning.fewer_exchanges import EIGHTH_EVERY_5, QSGD
 
 EPOCHS = 40
 METHODS = {
     "uncompressed": ExchangeMethod(),
-    "QSGD, 4 bits": ExchangeMethod(QSGDCompressor(bits=4)),
+    "QSGD, 4 bits": ExchangeMethod(QSGD.compressor),
     "every 5 steps, 1 element in 8, 4 bits": Local(
-        ChunkedTopKCompressor(k=512, values="int4", decay=1), every=5
+        EIGHTH_EVERY_5.compressor, every=EIGHTH_EVERY_5.every
     ),
 }
 CALLS = """\

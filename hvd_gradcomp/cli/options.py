@@ -25,6 +25,7 @@ from hvd_gradcomp.core.installation import build
 from hvd_gradcomp.core.suggestions import did_you_mean, unknown_parameters
 from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.planning.methods import ExchangeMethod, Local, Momentum
+from hvd_gradcomp.tuning import fewer_exchanges
 
 if TYPE_CHECKING:
     from hvd_gradcomp.tuning.job import Job
@@ -74,7 +75,7 @@ def usual(scale: float = 1.0) -> dict[str, Compressor]:
         "fp8": hvd_gradcomp.FP8Compressor(),
         "int8": hvd_gradcomp.Int8Compressor(),
         "chunked-topk": hvd_gradcomp.ChunkedTopKCompressor(),
-        "chunked-topk-denser": hvd_gradcomp.ChunkedTopKCompressor(k=512, values="int4", decay=1),
+        "chunked-topk-denser": fewer_exchanges.EIGHTH_EVERY_5.compressor,
         "ok-topk": hvd_gradcomp.OkTopKCompressor(),
         "powersgd": hvd_gradcomp.PowerSGDCompressor(),
         "acp-sgd": hvd_gradcomp.ACPSGDCompressor(),
@@ -91,10 +92,10 @@ def usual(scale: float = 1.0) -> dict[str, Compressor]:
 
 def usual_in_step() -> dict[str, ExchangeMethod]:
     """Return the methods beside compressors of gradients by short name, with usual settings."""
-    denser = hvd_gradcomp.ChunkedTopKCompressor(k=512, values="int4", decay=1)
+    int8, eighth = fewer_exchanges.INT8_EVERY_15, fewer_exchanges.EIGHTH_EVERY_5
     return {
-        "local-int8": Local(hvd_gradcomp.Int8Compressor(), every=15),
-        "local-chunked-topk": Local(denser, every=5),
+        "local-int8": Local(int8.compressor, every=int8.every),
+        "local-chunked-topk": Local(eighth.compressor, every=eighth.every),
         "momentum-onebit": Momentum(hvd_gradcomp.OneBitCompressor()),
     }
 

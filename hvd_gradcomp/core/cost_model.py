@@ -365,7 +365,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Dense:
-    """Stock Horovod's allreduce of (ready, bytes) by layer; see `dense_seconds`."""
+    """Uncompressed allreduces of (ready, bytes), by layer or by bucket; see `dense_seconds`."""
 
     name: str
     layers: Sequence[tuple[float, float]]

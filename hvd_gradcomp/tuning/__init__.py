@@ -5,5 +5,6 @@ measure           times exchanges of a model's gradients on PyTorch
 models            models to measure with
 training          trains a model by any method, for `compare`
 recommend         predicts steps from measurements, and recommends a method
+advice            recommendation of the package, one table for all texts
 fewer_exchanges   recommends local steps: how many, and which compressor
 """

@@ -48,13 +48,13 @@ class Setting(NamedTuple):
         return Span(*(a + share * (b - a) for a, b in zip(low, high)))
 
 
-EIGHTH = ChunkedTopKCompressor(k=512, values="int4", decay=1)
-LAW = (
-    Setting(QSGDCompressor(bits=4), 1, {2: Span(1.0, 1.0, 1.0)}),
-    Setting(Int8Compressor(), 5, {2: Span(1.01, 1.05, 1.09)}),
-    Setting(Int8Compressor(), 15, {2: Span(1.16, 1.2, 1.23)}),
-    Setting(EIGHTH, 5, {2: Span(1.04, 1.07, 1.11)}),
+QSGD = Setting(QSGDCompressor(bits=4), 1, {2: Span(1.0, 1.0, 1.0)})
+INT8_EVERY_5 = Setting(Int8Compressor(), 5, {2: Span(1.01, 1.05, 1.09)})
+INT8_EVERY_15 = Setting(Int8Compressor(), 15, {2: Span(1.16, 1.2, 1.23)})
+EIGHTH_EVERY_5 = Setting(
+    ChunkedTopKCompressor(k=512, values="int4", decay=1), 5, {2: Span(1.04, 1.07, 1.11)}
 )
+LAW = (QSGD, INT8_EVERY_5, INT8_EVERY_15, EIGHTH_EVERY_5)
 HOSTS, PARAMETERS = (2, 2), (0.8e6, 0.9e6)  # of the trainings that the law was measured on
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -56,6 +56,16 @@ class Job(Protocol):
 
         Returns:
             `time.perf_counter()` after the last was submitted.
+        """
+
+    def fused(self, layers: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        """Return the exchanges of `exchange_dense` during backward.
+
+        Args:
+            layers: the seconds after which each gradient is there, and its bytes.
+
+        Returns:
+            The seconds after which each exchange can begin, and its bytes.
         """
 
     def run_to_end(self, programs: BucketPrograms, timed: Timed) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from hvd_gradcomp.torch.reduce.bucket import Named
 from hvd_gradcomp.torch.reduce.reducer import BucketPrograms
 from hvd_gradcomp.tuning.job import Timed
 
-_BUCKET_BYTES = 25 << 20  # the default of `DistributedDataParallel`
+_FIRST_BYTES, _BUCKET_BYTES = 1 << 20, 25 << 20  # buckets of `DistributedDataParallel`
 
 
 class TorchJob:
@@ -78,10 +78,11 @@ class TorchJob:
         return C10dBackend(self.group, "measured")
 
     def exchange_dense(self, gradients: list[torch.Tensor]) -> float:
-        """Exchange as `DistributedDataParallel`: last layers first, in buckets of 25 MiB."""
+        """Exchange as `DistributedDataParallel`: last layers first, in its buckets."""
         backend, mean = self.backend(), 1.0 / self.group.size()
         pending = []
-        for bucket in _buckets(gradients):
+        for places in _buckets([4.0 * gradient.numel() for gradient in gradients]):
+            bucket = [gradients[place] for place in places]
             flat = torch.cat([gradient.view(-1) for gradient in bucket])
             request = Allreduce(flat, postscale=mean, donated=True)
             pending.append((bucket, backend.allreduce(request, "dense", self.group)))
@@ -91,6 +92,14 @@ class TorchJob:
             for gradient, part in zip(bucket, parts):
                 gradient.copy_(part.view_as(gradient))
         return submitted
+
+    def fused(self, layers: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        """Return buckets, each of which waits for the last of its layers."""
+        buckets = _buckets([size for _, size in layers])
+        of_each = [[layers[place] for place in places] for places in buckets]
+        return [
+            (max(ready for ready, _ in each), sum(size for _, size in each)) for each in of_each
+        ]
 
     def run_to_end(self, programs: BucketPrograms, timed: Timed) -> None:
         """Run them bucket by bucket: collectives are matched by order."""
@@ -112,13 +121,18 @@ class TorchJob:
             dist.destroy_process_group()
 
 
-def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield gradients, last ones first, in lists of `_BUCKET_BYTES` or little more."""
-    bucket: list[torch.Tensor] = []
-    for gradient in reversed(gradients):
-        bucket.append(gradient)
-        if sum(4 * each.numel() for each in bucket) >= _BUCKET_BYTES:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
+def _buckets(sizes: Sequence[float]) -> Iterator[list[int]]:
+    """Yield the places of gradients by their bytes, last ones first.
+
+    A first bucket of 1 MiB and then buckets of 25 MiB, or little more, as
+    `DistributedDataParallel` makes them.
+    """
+    places: list[int] = []
+    limit = _FIRST_BYTES
+    for place in reversed(range(len(sizes))):
+        places.append(place)
+        if sum(sizes[each] for each in places) >= limit:
+            yield places
+            places, limit = [], _BUCKET_BYTES
+    if places:
+        yield places

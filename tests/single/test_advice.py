@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import hvd_gradcomp
 from benchmarks.worth.recipes import SMALL
 from benchmarks.worth.results import Results, usual
 from hvd_gradcomp import (
@@ -25,7 +26,8 @@ from hvd_gradcomp import (
 from hvd_gradcomp.cli import advise, advise_report, options
 from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.planning.methods import ExchangeMethod, Local, Momentum
-from hvd_gradcomp.tuning import fewer_exchanges, measure
+from hvd_gradcomp.tuning import advice, fewer_exchanges, measure
+from hvd_gradcomp.tuning.over_c10d import TorchJob
 from hvd_gradcomp.tuning.recommend import (
     BEYOND,
     ERROR,
@@ -289,7 +291,12 @@ def around(seconds):
 
 
 KEPT = Results(ROOT / "docs/measured/worth.json")
-LAW = dict(zip(("qsgd", "local-int8-5", "local-int8", "eighth-5"), fewer_exchanges.LAW))
+LAW = {
+    "qsgd": fewer_exchanges.QSGD,
+    "local-int8-5": fewer_exchanges.INT8_EVERY_5,
+    "local-int8": fewer_exchanges.INT8_EVERY_15,
+    "eighth-5": fewer_exchanges.EIGHTH_EVERY_5,
+}
 
 
 def test_the_law_is_what_was_measured():
@@ -372,6 +379,57 @@ def test_what_is_advised_is_within_a_fifth_of_the_best_that_was_measured(ratio):
     else:
         (advised,) = (method for method, law in LAW.items() if law == choice.setting)
     assert known[advised] <= 1.2 * min(known.values())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/which.md"])
+def test_texts_recommend_what_the_table_does(page):
+    assert advice.markdown() in (ROOT / page).read_text()
+
+
+def test_what_is_typed_is_what_is_recommended():
+    """And it is a setting that `advise` knows, and that was measured."""
+    for row in advice.TABLE:
+        if row.setting is not None:
+            assert row.setting in fewer_exchanges.LAW
+            names = {**vars(hvd_gradcomp), "local_steps": lambda _, **how: how}
+            typed = eval(row.typed, names)
+            if row.setting.every > 1:
+                assert typed == {"every": row.setting.every, "compression": row.setting.compressor}
+            else:
+                assert typed == row.setting.compressor
+    bounds = [(row.above, row.below) for row in advice.TABLE]
+    assert bounds[0][0] == 0.0 and bounds[-1][1] == math.inf
+    assert all(below == above for (_, below), (above, _) in zip(bounds, bounds[1:-1]))
+
+
+TIMED = [(setting, ratio) for setting in KEPT.settings() for ratio in KEPT.ratios(setting)]
+
+
+@pytest.mark.parametrize(("setting", "ratio"), TIMED, ids=str)
+def test_what_is_recommended_is_within_a_quarter_of_the_best_that_was_measured(setting, ratio):
+    row = next(row for row in advice.TABLE if row.above <= ratio < row.below)
+    keys = {"qsgd": fewer_exchanges.QSGD, "eighth-5": fewer_exchanges.EIGHTH_EVERY_5}
+    key = next((key for key, known in keys.items() if known == row.setting), "dense")
+    seconds = {key: KEPT.seconds(setting, key, ratio) for key in KEPT.methods(setting)}
+    assert seconds[key] <= 1.25 * min(each for each in seconds.values() if each is not None)
+
+
+@settings(deadline=None)  # by the clock a busy machine would fail
+@given(st.lists(st.integers(1, 9_000_000), min_size=1, max_size=30))
+def test_the_buckets_of_ddp_are_known(elements):
+    """PyTorch's own assignment is the oracle; a bucket waits for the last of its layers."""
+    backwards = [torch.empty(n, device="meta") for n in reversed(elements)]
+    limits = [torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20]
+    expected, _ = torch.distributed._compute_bucket_assignment_by_size(backwards, limits)
+    last = len(elements) - 1
+    layers = [(float(last - place), 4.0 * n) for place, n in enumerate(elements)]
+    job = TorchJob()
+    try:
+        fused = job.fused(layers)
+    finally:
+        job.close()
+    of_each = [[layers[last - place] for place in places] for places in expected]
+    assert fused == [(max(r for r, _ in each), sum(b for _, b in each)) for each in of_each]
 
 
 def test_predictions_for_more_hosts_are_taken_to_be_less_certain():

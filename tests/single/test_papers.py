@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 from pathlib import Path
 
@@ -204,48 +202,3 @@ def test_a_part_without_a_paper_has_no_column_for_one(tmp_path):
     assert "| method | ranks | here | beside none |" in text
     assert "| `QSGDCompressor(bits=4)`, 300 steps | 2 | 2.218 | +0.018 | 1.0x |" in text
     assert "| claim | advice | here | |" in text
-
-
-def test_the_lines_of_the_readme_are_among_the_rows():
-    measured = Measured(PARTS["variance"], ROOT / papers.FOLDER)
-    text = (ROOT / "README.md").read_text()
-    for key in ("adam/none", "adam/variance-2", "adam/hybrid-0.1"):
-        values = [measured.middle(key, name) for name in ("score", "element_ratio", "ratio")]
-        assert "| {:.2f} % | {:.1f} | {:.1f} |".format(*values) in text, key
-
-
-def test_losses_of_the_readme_are_among_the_rows():
-    measured = Measured(PARTS["transformer"], ROOT / papers.FOLDER)
-    text = (ROOT / "README.md").read_text()
-    methods = {row.key.rpartition("-")[0]: row.compressor for row in measured.part.rows}
-    shown = ("none", "qsgd", "terngrad", "onebit", "variance-1", "variance-2-samples", "sparse-gd")
-    for method in shown:
-        short, long = f"{method}-300", f"{method}-1200"
-        losses = [measured.middle(short)]
-        losses += [measured.middle(long)] if long in [row.key for row in measured.part.rows] else []
-        cells = " | ".join([*(f"{loss:.3f}" for loss in losses), *([""] * (2 - len(losses)))])
-        ratio = measured.middle(short, "ratio")
-        assert re.search(
-            rf"\| `{re.escape(methods[method])}`[^|]* \| {re.escape(cells)} ?\| {ratio:.1f} \|",
-            text,
-        ), (method, cells, ratio)
-
-
-def test_speeds_of_the_readme_have_their_settings_and_were_measured():
-    runs = json.loads((ROOT / "docs/measured/hosts.json").read_text())["runs"]
-    rows = {(run["rate"], row["method"]): row for run in runs for row in run["exchange"]}
-    text = (ROOT / "README.md").read_text()
-    for shown, name in {
-        "QSGDCompressor(bits=4)": "QSGD()",
-        "TernGradCompressor()": "TernGrad()",
-        "VarianceCompressor(alpha=1)": "Variance(alpha=1.0)",
-        "VarianceCompressor(alpha=1.7)": "Variance(alpha=1.7)",
-        "VarianceCompressor(alpha=4.3)": "Variance(alpha=4.3)",
-        "DGCCompressor(density=0.001)": "DGC()",
-        "LGCCompressor()": "LGC()",
-    }.items():
-        cells = [f"{rows['1gbit', name]['element_ratio']:.0f}"]
-        for rate in ("1gbit", "100mbit"):
-            row = rows.get((rate, name))
-            cells.append(f"{row['times_faster']:.1f} " if row else "")
-        assert f"| `{shown}` | {cells[0]} | {cells[1]}| {cells[2]}|" in text, name
