@@ -74,6 +74,7 @@ def main() -> int:
         "--lengths", nargs="+", type=float, choices=LENGTHS[1:], help="all by default, in turn"
     )
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
+    parser.add_argument("--turns", type=int, default=timings.TURNS, help="whose median counts")
     parts = ("tune", "seeds", "lengths", "time", "advise")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts[:3])
     parser.add_argument("--data", type=Path, help="a folder in the place of Debian's packages")
@@ -96,7 +97,9 @@ def main() -> int:
         results = Results(options.json)
         for part in options.parts:
             if part == "time":
-                timings.measure(results, setting, methods, options.ratios, options.data)
+                timings.measure(
+                    results, setting, methods, options.ratios, options.data, options.turns
+                )
             elif part == "advise":
                 advised.measure(results, setting, options.ratios, options.data)
             else:

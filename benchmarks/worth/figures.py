@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hvd_gradcomp.cli import style
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
+SHOWN = ("eighth-5", "local-int8", "local-int8-5", "post-local", "qsgd", "nesterov-int8")
 MARKS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)  # nats
 
 
@@ -21,28 +23,48 @@ def draw_sooner(results: Results, setting: Setting, title: str, path: Path) -> N
     """Draw the times sooner than dense or accumulated against how communication-bound a step is."""
     ratios = results.ratios(setting)
     lines = {}
-    for method in results.methods(setting):
+    for method in SHOWN:
         points = [(ratio, results.sooner(setting, method, ratio)) for ratio in ratios]
-        lines[method] = [(ratio, sooner) for ratio, sooner in points if sooner is not None]
-    lines = {method: points for method, points in lines.items() if points}
+        known = [(ratio, sooner) for ratio, sooner in points if sooner is not None]
+        if known:
+            lines[method] = known
     with pyplot.rc_context(style.SETTINGS):
         figure, axes = pyplot.subplots(figsize=(7.2, 4.4), layout="constrained")
-        for look, (method, points) in zip(style.lines(len(lines)), lines.items()):
-            axes.plot(*zip(*points), label=METHODS[method].title, markersize=4, **look)
+        ends = _apart([math.log(points[-1][1]) for points in lines.values()])
+        for look, (method, points), end in zip(style.lines(len(lines)), lines.items(), ends):
+            axes.plot(*zip(*points), markersize=4, **look)
+            axes.annotate(
+                METHODS[method].title,
+                (points[-1][0], math.exp(end)),
+                xytext=(8, 0),
+                textcoords="offset points",
+                color=look["color"],
+                fontsize=8,
+                verticalalignment="center",
+                annotation_clip=False,
+            )
         axes.axhline(1.0, color=style.INK, linewidth=1.5)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xticks(ratios, [f"{ratio:g}" for ratio in ratios])
         low, high = axes.get_ylim()
-        marks = [y for y in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if low <= y <= 1.1 * high]
+        marks = [y for y in (0.5, 1, 2, 5, 10, 20) if low <= y <= 1.1 * high]
         axes.set_yticks(marks, [f"{y:g}" for y in marks])
         axes.minorticks_off()
-        axes.set_xlabel("time of an uncompressed exchange, in steps without one")
+        axes.set_xlabel("dense exchange / step without an exchange")
         axes.set_ylabel("times sooner than dense or accumulated")
         axes.set_title(title, fontsize=9)
-        figure.legend(loc="outside right upper", fontsize=7)
         figure.savefig(path)
         pyplot.close(figure)
+
+
+def _apart(places: list[float], gap: float = 0.16) -> list[float]:
+    """Return places moved up until each is a gap above the one below, in the same order."""
+    moved = list(places)
+    order = sorted(range(len(places)), key=lambda at: places[at])
+    for below, at in zip(order, order[1:]):
+        moved[at] = max(moved[at], moved[below] + gap)
+    return moved
 
 
 def draw_bytes(results: Results, settings: dict[str, Setting], path: Path) -> None:

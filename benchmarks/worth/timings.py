@@ -91,12 +91,13 @@ def measure(
     methods: Sequence[str],
     ratios: Sequence[float],
     folder: Path | None,
+    turns: int = TURNS,
 ) -> None:
     """Time steps over links at which a dense exchange takes so many of them.
 
     Args:
         results: to add to; what is there is not timed again.
-        setting, methods, folder: of `timed`.
+        setting, methods, folder, turns: of `timed`.
         ratios: of a dense exchange to a step without any.
     """
     with Hosts(setting.hosts) as hosts:
@@ -110,7 +111,10 @@ def measure(
             rate = rate_of(parameters, setting.hosts, ratio, alone)
             left = [method for method in methods if results.ms(setting, method, ratio) is None]
             hosts.set_rate(rate)
-            for method, (ms, _) in timed(hosts, setting, left, folder).items() if left else ():
+            if not left:
+                continue
+            for method, (ms, _) in timed(hosts, setting, left, folder, turns=turns).items():
                 row = {"ms": ms, "rate": rate, "alone_ms": alone, "parameters": parameters}
+                row["turns"] = turns
                 results.add_time(setting, ratio, method, row)
                 print(f"  {method} at {ratio:g} ({rate}): {ms:.0f} ms", flush=True)
