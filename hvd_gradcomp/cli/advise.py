@@ -193,7 +193,10 @@ def command(
     sizes = [4.0 * math.prod(shape) for _, shape in gradients.layers]
     uncompressed = dense_title(job)
     dense = MethodResult(
-        Dense(uncompressed, job.fused(list(zip(pass_.ready, sizes)))), ExchangeMethod(), 1.0, 1.0
+        Dense(uncompressed, job.dense_exchanges(list(zip(pass_.ready, sizes)))),
+        ExchangeMethod(),
+        1.0,
+        1.0,
     )
     results: list[tuple[MethodResult, list[float]]] = []
     known: dict[Compressor, MethodResult] = {}  # by compressor, whatever it is for

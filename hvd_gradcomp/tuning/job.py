@@ -58,8 +58,8 @@ class Job(Protocol):
             `time.perf_counter()` after the last was submitted.
         """
 
-    def fused(self, layers: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Return the exchanges of `exchange_dense` during backward.
+    def dense_exchanges(self, layers: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        """Return the uncompressed exchanges that the library begins during backward.
 
         Args:
             layers: the seconds after which each gradient is there, and its bytes.

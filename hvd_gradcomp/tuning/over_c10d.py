@@ -93,8 +93,13 @@ class TorchJob:
                 gradient.copy_(part.view_as(gradient))
         return submitted
 
-    def fused(self, layers: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Return buckets, each of which waits for the last of its layers."""
+    def dense_exchanges(self, layers: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+        """Return DDP's buckets, each of which waits for the last of its layers.
+
+        Of shards the layers: `fully_shard` reduces each of its units by itself.
+        """
+        if self.shards > 1:
+            return list(layers)
         buckets = _buckets([size for _, size in layers])
         of_each = [[layers[place] for place in places] for places in buckets]
         return [
@@ -125,7 +130,7 @@ def _buckets(sizes: Sequence[float]) -> Iterator[list[int]]:
     """Yield the places of gradients by their bytes, last ones first.
 
     A first bucket of 1 MiB and then buckets of 25 MiB, or little more, as
-    `DistributedDataParallel` makes them.
+    `DistributedDataParallel` makes them by a function that PyTorch keeps private.
     """
     places: list[int] = []
     limit = _FIRST_BYTES

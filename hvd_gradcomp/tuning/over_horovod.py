@@ -62,7 +62,7 @@ class HorovodJob:
             horovod.synchronize(handle)
         return submitted
 
-    def fused(self, layers: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    def dense_exchanges(self, layers: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
         """Return the layers: Horovod fuses what is there in one of its cycles of a millisecond."""
         return list(layers)
 
