@@ -19,6 +19,7 @@ gradients, as FSDP does for hybrid sharding, and the next backward without it ex
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -306,12 +307,13 @@ class ShardedCompression(HookCompression):
             CheckpointError: it is of another format, compressor, model or mesh, or of another
                 shard.
         """
-        mesh = saved.get("mesh") if isinstance(saved, dict) else None
-        if mesh is None or tuple(mesh) != self._mesh:
+        mesh = self._mesh_of(saved)
+        if mesh != self._mesh:
             raise CheckpointError(
                 f"it was saved on a mesh of {mesh} (replicas, shards), here it is {self._mesh}: "
-                "what a compressor keeps belongs to its shard, and is not sharded anew. Begin "
-                "without it; parameters can be loaded all the same"
+                "what a compressor keeps belongs to its shard, and is not sharded anew. With as "
+                "many shards hand load_states() what all ranks have saved; with others begin "
+                "without it, parameters can be loaded all the same"
             )
         if tuple(saved["place"])[1] != self._place[1]:
             raise CheckpointError(
@@ -319,6 +321,43 @@ class ShardedCompression(HookCompression):
                 f"{self._place[1]}: each rank saves and loads its own, in a file of its own"
             )
         super().load_state_dict(saved)
+
+    @outside_inference()
+    def load_states(self, states: Iterable[dict[str, Any]]) -> None:
+        """Load what all ranks saved, with any number of replicas; all ranks call it.
+
+        On the same mesh each rank loads its own, to the bit. With other replicas of as many shards
+        the residuals of each shard are summed up, and each replica takes an equal share.
+
+        Args:
+            states: those of all ranks that saved, in any order.
+
+        Raises:
+            CheckpointError: as from `load_state_dict`, with another number of shards; or the state
+                of a rank is missing, or they are of several checkpoints.
+        """
+        super().load_states(filter(self._is_of_this_shard, states))
+
+    def _is_of_this_shard(self, saved: Any) -> bool:
+        """Return True if a state is of this rank's shard.
+
+        Raises:
+            CheckpointError: its model was cut into another number of shards.
+        """
+        mesh = self._mesh_of(saved)
+        if mesh is None or mesh[1] != self._mesh[1]:
+            raise CheckpointError(
+                f"it was saved on a mesh of {mesh} (replicas, shards), here it is {self._mesh}: "
+                "what a compressor keeps belongs to its shard, and is not sharded anew. Begin "
+                "without it; parameters can be loaded all the same"
+            )
+        return bool(tuple(saved["place"])[1] == self._place[1])
+
+    @staticmethod
+    def _mesh_of(saved: Any) -> tuple[int, ...] | None:
+        """Return the mesh that a state was saved on; None if it has none."""
+        mesh = saved.get("mesh") if isinstance(saved, dict) else None
+        return None if mesh is None else tuple(mesh)
 
 
 def _require_mesh(mesh: Any) -> None:

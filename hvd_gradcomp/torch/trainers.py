@@ -17,13 +17,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,7 +70,8 @@ def compress(trainer: Any, compression: Any = None, **options: Any) -> Compresse
     - *Checkpoints.* With Transformers and Accelerate each rank writes
       `compressor-<rank>-of-<size>.pt` into the checkpoint's folder. A training that resumes from a
       folder of `output_dir`, and `load_state`, read it. With Lightning the states of all ranks
-      travel to the first one, which needs the memory for them, and are in its checkpoint.
+      travel to the first one, which needs the memory for them, and are in its checkpoint. On
+      another number of ranks each takes an equal share of the sum of all residuals.
 
     Args:
         trainer: a `transformers.Trainer` or an `accelerate.Accelerator`, whose model is wrapped in
@@ -87,7 +90,7 @@ def compress(trainer: Any, compression: Any = None, **options: Any) -> Compresse
         ValueError: the model is sharded, and there are no replicas of it; or an `Accelerator` has
             prepared its model already.
         CheckpointError: from the training, on all ranks: a checkpoint has the compressor's states
-            of some ranks alone, or of another number of ranks.
+            of some ranks alone, or of another number of shards.
     """
     training = CompressedTraining(compression, options)
     library, package = _library_of(trainer, "compress")
@@ -118,7 +121,9 @@ def local_steps(
       In a loop with an `Accelerator` call `training.exchange()` before you evaluate or save.
     - *Statistics* and *checkpoints* as `compress` has them. Each rank's file,
       `local-steps-<rank>-of-<size>.pt`, has its optimizer's state and what its compressor keeps.
-      Without such files a training goes on from the first rank's state, with a warning.
+      Another number of ranks goes on from the first rank's optimizer, each with an equal share of
+      what all compressors kept. Without such files a training goes on from the first rank's state,
+      with a warning.
 
     A scheduler of the trainer's drives the inner optimizer, and gradients are the rank's own: they
     are clipped by each rank's own norm, and accumulated as ever.
@@ -136,7 +141,7 @@ def local_steps(
         ValueError: `deadline=`; an `Accelerator` has prepared its model already; from the training,
             on all ranks: there are several models or optimizers, and as in `ddp.local_steps`.
         CheckpointError: from the training, on all ranks: a checkpoint has the states of some ranks
-            alone, or of another number of ranks.
+            alone.
     """
     if options.get("deadline") is not None:
         raise ValueError(
@@ -183,6 +188,20 @@ def _library_of(trainer: Any, function: str) -> tuple[str, str]:
     )
 
 
+class SavedStates(NamedTuple):
+    """States of all ranks in a checkpoint, as one rank sees them.
+
+    Attributes:
+        size: number of ranks that saved; 0 if no state is there.
+        missing: ranks whose states this rank needs, and which are not there.
+        read: returns the state of a rank.
+    """
+
+    size: int
+    missing: list[int]
+    read: Callable[[int], dict[str, Any]]
+
+
 class _Training(ABC):
     """Exchange of a trainer's model, and its state in the trainer's checkpoints and logs.
 
@@ -190,11 +209,13 @@ class _Training(ABC):
         file: beginning of the name of each rank's file in a checkpoint's folder.
         noun: what such a file has, for messages.
         remedy: what is lost without it, for messages.
+        carried_over: what another number of ranks goes on with, for messages.
     """
 
     file: str
     noun: str
     remedy: str
+    carried_over: str
 
     def __init__(self) -> None:
         self._exchange: Any = None
@@ -231,32 +252,47 @@ class _Training(ABC):
         named = {f"compression/{name}" for name in _LOGGED}
         return {k: v for k, v in values.items() if k in named or k.startswith("compression/loss/")}
 
-    def load(self, saved: dict[str, Any] | None, origin: str) -> None:
-        """Load this rank's state, if all ranks have one.
+    def load(self, saved: SavedStates, origin: str) -> None:
+        """Load what the ranks of a checkpoint saved, of any number, if nothing of it is missing.
 
         Args:
-            saved: what `state_dict()` gave; None if there is none.
-            origin: of it, for messages.
+            saved: as this rank sees them.
+            origin: of them, for messages.
 
         Raises:
-            CheckpointError: on all ranks, if some have none.
+            CheckpointError: on all ranks, if some states are missing, or do not fit.
         """
         self._logged = self.exchange_state.stats()
         group = ProcessGroup(self.process_group)
-        has_state = group.gather_objects(saved is not None, bool)
-        if saved is not None and all(has_state):
-            self.exchange_state.load_state_dict(saved)
-            self._logged = self.exchange_state.stats()
-        elif any(has_state):
-            without = ", ".join(str(r) for r, present in zip(group.ranks, has_state) if not present)
+        size, rank = dist.get_world_size(), dist.get_rank()
+        sizes = group.gather_objects(saved.size, int)
+        lacking = saved.missing or [rank] * (saved.size != max(sizes))
+        missing = sorted({*itertools.chain(*group.gather_objects(lacking, list[int]))})
+        if missing:
+            ranks = ", ".join(map(str, missing))
+            files = ", ".join(self.file_of(number, max(sizes)) for number in missing)
             raise CheckpointError(
-                f"{origin} has no {self.noun} of rank {without}, but of others: restore what is "
-                f"missing, or remove all of it and lose {self.remedy}"
+                f"{origin} has no {self.noun} of rank {ranks}, but of others: restore {files}, or "
+                f"remove all of it and lose {self.remedy}"
             )
-        else:
+        if not saved.size:
             LOGGER.warning(
                 "%s has no %s: the training continues without %s", origin, self.noun, self.remedy
             )
+            return
+        if saved.size != size and rank == 0:
+            LOGGER.warning(
+                "%s was saved by %d ranks, and here are %d: %s",
+                *(origin, saved.size, size, self.carried_over),
+            )
+        # A rank of as many needs its own alone.
+        numbers = sorted(range(saved.size), key=lambda number: number != rank)
+        self.exchange_state.load_states(map(saved.read, numbers))
+        self._logged = self.exchange_state.stats()
+
+    def file_of(self, rank: int | str, size: int | str) -> str:
+        """Return the name of a rank's file in a checkpoint's folder."""
+        return f"{self.file}-{rank}-of-{size}.pt"
 
 
 class CompressedTraining(_Training):
@@ -267,6 +303,7 @@ class CompressedTraining(_Training):
     """
 
     file, noun, remedy = "compressor", "compressor state", "the compressors' residuals"
+    carried_over = "each takes an equal share of the sum of their residuals"
 
     def __init__(self, compression: Any, options: dict[str, Any]) -> None:
         super().__init__()
@@ -323,6 +360,10 @@ class LocalTraining(_Training):
     """
 
     file, noun, remedy = "local-steps", "state of local steps", "each rank's optimizer state"
+    carried_over = (
+        "all go on from the optimizer's state of the first rank, each with an equal share of the "
+        "sum of their residuals"
+    )
 
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__()
@@ -435,24 +476,49 @@ def _how_to_wrap() -> str:
     return "Start several ranks, with torchrun, and take a strategy that does"
 
 
-def _file_in(folder: str | os.PathLike[str], training: _Training) -> Path:
-    """Return the file of a checkpoint's folder that has this rank's state."""
-    return Path(folder, f"{training.file}-{dist.get_rank()}-of-{dist.get_world_size()}.pt")
-
-
 def _write_into(folder: str | os.PathLike[str], training: _Training) -> None:
     """Write this rank's state; it appears in the folder once it is whole."""
-    path = _file_in(folder, training)
+    size = dist.get_world_size()
+    path = Path(folder, training.file_of(dist.get_rank(), size))
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(training.exchange_state.state_dict(), path.with_suffix(".part"))
     os.replace(path.with_suffix(".part"), path)
+    for file, _, ranks in _files_in(folder, training):
+        if ranks != size:  # of an earlier training that has saved into this folder
+            file.unlink(missing_ok=True)
 
 
 def _read_from(folder: str | os.PathLike[str], training: _Training) -> None:
-    """Load this rank's state, if all ranks have one."""
-    path = _file_in(folder, training)
-    saved = torch.load(path, weights_only=True) if path.exists() else None
-    training.load(saved, str(folder))
+    """Load this rank's state, or its share of those of another number of ranks."""
+    training.load(_states_in(folder, training), str(folder))
+
+
+def _states_in(folder: str | os.PathLike[str], training: _Training) -> SavedStates:
+    """Return the states in a checkpoint's folder: those of as many ranks, if there are any."""
+    rank, here = dist.get_rank(), dist.get_world_size()
+    by_size: dict[int, set[int]] = {}
+    for _, number, ranks in _files_in(folder, training):
+        by_size.setdefault(ranks, set()).add(number)
+    size = here if here in by_size else max(by_size, default=0)
+    needed = {rank} if size == here else {*range(size)}
+    missing = sorted(needed - by_size.get(size, set()))
+
+    def read(number: int) -> dict[str, Any]:
+        path = Path(folder, training.file_of(number, size))
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        return saved
+
+    return SavedStates(size, missing, read)
+
+
+def _files_in(
+    folder: str | os.PathLike[str], training: _Training
+) -> Iterator[tuple[Path, int, int]]:
+    """Yield each rank's file in a checkpoint's folder, with the rank and the number of ranks."""
+    for path in Path(folder).glob(training.file_of("*", "*")):
+        numbers = re.fullmatch(training.file_of(r"(\d+)", r"(\d+)"), path.name)
+        if numbers:
+            yield path, int(numbers[1]), int(numbers[2])
 
 
 def _into_accelerate(accelerator: Any, training: CompressedTraining) -> None:
@@ -752,16 +818,10 @@ def _callback_of(library_callback: Any, training: _Training) -> Any:
             resumes = not training.begun and trainer.global_step > 0
             self.begin(trainer, pl_module)
             if resumes or self.loaded is not None:
-                training.load(self.of_this_rank(self.loaded or []), "the checkpoint")
+                states = self.loaded or []
+                saved = SavedStates(len(states), [], states.__getitem__)
+                training.load(saved, "the checkpoint")
             self.loaded = None
-
-        def of_this_rank(self, states: list[Any]) -> Any:
-            if states and len(states) != dist.get_world_size():
-                raise CheckpointError(
-                    f"the checkpoint has a {training.noun} of each of {len(states)} ranks, and "
-                    f"here are {dist.get_world_size()}: resume with as many"
-                )
-            return states[dist.get_rank()] if states else None
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
             step = trainer.global_step

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from docs import follow
 from hvd_gradcomp.core.cost_model import KINDS
 from tests.parallel.launch import ROOT, environment, horovodrun, python
 
 pytestmark = pytest.mark.parallel
 
+CHOOSING = ROOT / "docs" / "tutorial" / "choosing.md"
 WORKER = "tests.parallel.workers.trained"
 LOCAL = "local(Int8Compressor(), every=4)"
 METHODS = ("qsgd", "DGCCompressor(density=0.01)", "ScaleComCompressor()")
@@ -309,10 +311,12 @@ def test_a_rank_that_fails_alone_leaves_no_other_waiting(without: Path):
 
 
 def test_compare_over_torch_distributed_starts_its_ranks_itself(without: Path):
-    """With DistributedDataParallel, where importing Horovod is an error."""
+    """The program of docs/tutorial/choosing.md, where importing Horovod is an error."""
+    (program,) = (block.text for block in follow.blocks(CHOOSING) if block.file == "train_ddp.py")
+    (without / "train_ddp.py").write_text(program)
     figures = without / "compare.json"
     done = command(
-        *("compare", "-np", "2", "--ddp", "tests.parallel.workers.trained_ddp:train"),
+        *("compare", "-np", "2", "--ddp", "train_ddp:train"),
         *("--steps", "12", "--json", str(figures), *chosen("QSGDCompressor(bits=8)", "lgc", LOCAL)),
         ranks=1,
         path=without,

@@ -26,6 +26,7 @@ ON_TWO = [
     "passes_thrown_away",
     "momentum_is_taken_over",
     "state_goes_on",
+    "other_ranks_go_on",
     "what_differs",
     "what_is_no_state",
     "sparse_gradients",

@@ -369,6 +369,65 @@ def test_another_rank_s_state_gives_the_global_parameters():
     np.testing.assert_array_equal(other, shared)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("steps", [2, 9], ids=["dense first steps", "middle of a round"])
+def test_two_ranks_have_saved_and_others_go_on(steps, ranks):
+    saved, schedule = {}, LocalSchedule(4, warmup_steps=3)
+    how = schedule, MEANS, gc.SparseGDCompressor(density=0.1)
+
+    def kept(optimizer):
+        return flat(
+            residual_of(bucket.compressor, bucket.state)
+            for reducer in optimizer.reducers
+            for bucket in reducer.buckets
+        )
+
+    def save(rank):
+        net = Net()
+        optimizer = over(rank, net, *how)
+        train(rank, net, optimizer, steps)
+        saved[rank.rank] = copy.deepcopy(optimizer.state_dict())
+        return net.flat(), globals_of(optimizer), kept(optimizer)
+
+    def load(rank):
+        net = Net()
+        optimizer = over(rank, net, *how)
+        optimizer.load_states(saved[other] for other in (1, 0))
+        result = net.flat(), kept(optimizer)
+        train(rank, net, optimizer, 4, steps + 1)
+        return *result, optimizer.steps_made
+
+    before, after = run(2, save), run(ranks, load)
+    for rank, (weights, residual, made) in enumerate(after):
+        assert made == steps + 4
+        if ranks == 2:  # each its own
+            np.testing.assert_array_equal(weights, before[rank][0])
+            np.testing.assert_array_equal(residual, before[rank][2])
+            continue
+        np.testing.assert_array_equal(weights, before[0][0 if steps == 2 else 1])
+        share = (before[0][2].astype(float) + before[1][2]) / ranks
+        np.testing.assert_allclose(residual, share, rtol=1e-6)
+
+
+def test_what_all_ranks_save_in_the_dense_first_steps_has_their_parameters():
+    saved = {}
+
+    def save(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(4, warmup_steps=3))
+        train(rank, net, optimizer, 2)
+        saved[rank.rank] = copy.deepcopy(optimizer.state_dict("consolidated"))
+        return net.flat()
+
+    def load(rank):
+        net = Net()
+        over(rank, net, LocalSchedule(4, warmup_steps=3)).load_state_dict(saved[0])
+        return net.flat()
+
+    for weights, loaded in zip(run(2, save), run(2, load)):
+        np.testing.assert_array_equal(loaded, weights)
+
+
 def test_what_was_saved_must_fit():
     def work(rank):
         net = Net()

@@ -10,6 +10,7 @@ import torch
 
 import hvd_gradcomp as gc
 from hvd_gradcomp.checkpoint.schema import CheckpointError
+from hvd_gradcomp.method.handover import residual_of
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.torch.local.momentum_exchange import MomentumExchangeOptimizer
 from hvd_gradcomp.torch.monitoring.inspection import compression_stats, describe, verify
@@ -138,6 +139,38 @@ def test_resumes_to_the_bit():
         straight, ends = result
         for end in ends:
             np.testing.assert_array_equal(straight, end)
+
+
+def test_two_ranks_have_saved_and_three_go_on():
+    saved = []
+
+    def kept(optimizer):
+        (bucket,) = optimizer.reducers[0].buckets
+        return residual_of(bucket.compressor, bucket.state).clone()
+
+    def save(rank):
+        net = Net()
+        optimizer = over(rank, net, gc.SparseGDCompressor(density=0.1))
+        train(rank, net, optimizer, 7)
+        saved.append(copy.deepcopy(optimizer.state_dict()))
+        return net.state_dict(), kept(optimizer)
+
+    def load(rank):
+        net = Net()
+        net.load_state_dict(before[0][0])
+        optimizer = over(rank, net, gc.SparseGDCompressor(density=0.1))
+        optimizer.load_states(copy.deepcopy(saved))  # an optimizer takes tensors as they are
+        residual = kept(optimizer)
+        train(rank, net, optimizer, 2, optimizer.steps_made + 1)
+        return residual, optimizer.steps_made, net.flat()
+
+    before = run(2, save)
+    after = run(3, load)
+    for residual, steps, weights in after:
+        share = (before[0][1].double() + before[1][1]) / 3
+        torch.testing.assert_close(residual, share.float())
+        assert steps == 9
+        np.testing.assert_array_equal(weights, after[0][2])
 
 
 def test_a_plain_adam_s_state_counts_as_the_first_steps():

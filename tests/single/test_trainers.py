@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hvd_gradcomp import OuterSGD, QSGDCompressor
+from hvd_gradcomp import OuterSGD, QSGDCompressor, SparseGDCompressor
+from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.torch import ddp, trainers
+from hvd_gradcomp.torch.local.wrapped_optimizer import KEPT
 
 
 def test_another_loop_is_told_what_to_do():
@@ -74,6 +76,76 @@ def test_a_model_that_was_compiled_once_it_was_wrapped(alone):
     training.begin(model)
     model(torch.ones(2, 4)).sum().backward()
     assert training.state.steps == 1
+
+
+def saved_by(size, folder, training, key=None):
+    """Write the files of so many ranks, whose residuals are 1, 2, ... in all places."""
+    for rank in range(size):
+        state = training.exchange_state.state_dict()
+        exchanges = [state] if key is None else [f["exchange"] for f in state[key]["fragments"]]
+        for exchange in exchanges:
+            exchange |= {"rank": rank, "size": size}
+            for bucket in exchange["buckets"]:
+                bucket["state"]["memory.r"].fill_(rank + 1)
+        torch.save(state, folder / training.file_of(rank, size))
+    return state
+
+
+def residuals(*states):
+    """Return all values of the residuals in states of an exchange."""
+    kept = [bucket["state"]["memory.r"] for state in states for bucket in state["buckets"]]
+    return torch.cat(kept).unique().tolist()
+
+
+def test_a_checkpoint_of_another_number_of_ranks(alone, tmp_path, caplog):
+    """It has files, so nobody is told that it has no state."""
+    training = trainers.CompressedTraining(SparseGDCompressor(density=0.1), {})
+    model = DistributedDataParallel(nn.Linear(8, 8))
+    training.begin(model)
+    model(torch.ones(2, 8)).sum().backward()
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    trainers._read_from(folder, training)
+    assert "has no compressor state: the training continues without" in caplog.text
+    saved_by(3, folder, training)
+    trainers._read_from(folder, training)
+    assert residuals(training.state.state_dict()) == [1 + 2 + 3]
+    assert "was saved by 3 ranks, and here are 1: each takes an equal share" in caplog.text
+    (folder / "compressor-1-of-3.pt").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"of rank 1, but of others: restore compressor-1-of-3\.pt, or"
+    ):
+        trainers._read_from(folder, training)
+    trainers._write_into(folder, training)
+    assert [path.name for path in folder.iterdir()] == ["compressor-0-of-1.pt"]
+    trainers._read_from(folder, training)
+    assert residuals(training.state.state_dict()) == [6]
+
+
+def test_local_steps_of_another_number_of_ranks(alone, tmp_path):
+    """The library has loaded the first rank's optimizer by then."""
+    options = {"every": 1, "outer": OuterSGD(1, 0), "compression": SparseGDCompressor(density=0.1)}
+    training = trainers.LocalTraining(options)
+    model = DistributedDataParallel(nn.Linear(8, 8))
+    local = training.begin(model, torch.optim.Adam(model.parameters(), 0.1))
+    model(torch.ones(2, 8)).sum().backward()
+    local.step()
+    kept = [p.detach().clone() for p in model.parameters()]
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    state = saved_by(2, folder, training, KEPT)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    local.load_state_dict(state)
+    trainers._read_from(folder, training)
+    fragments = local.state_dict()[KEPT]["fragments"]
+    assert residuals(*(f["exchange"] for f in fragments)) == [1 + 2]
+    assert all(torch.equal(p, before) for p, before in zip(model.parameters(), kept))
+    assert local.steps_made == local.rounds == 1
+    local.library_exchanges = False
+    with pytest.raises(CheckpointError, match=r"by 2 ranks, and 1 are here.*load_states\(\)"):
+        local.load_state_dict(state)
 
 
 @pytest.mark.parametrize(

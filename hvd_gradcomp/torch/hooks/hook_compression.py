@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,3 +154,20 @@ class HookCompression:
             CheckpointError: it is of another format, compressor, model or number of ranks.
         """
         reducer_state.load(self.reducer, saved, OF_HOOKS)
+
+    @outside_inference()
+    def load_states(self, states: Iterable[dict[str, Any]]) -> None:
+        """Load what all ranks saved by `state_dict`, on any number of ranks; all ranks call it.
+
+        Each of as many ranks loads its own, to the bit. With another number the residuals are
+        summed up, and each rank takes an equal share; what ranks have in common stays.
+
+        Args:
+            states: those of all ranks that saved, in any order; an iterator that reads one file
+                after the other needs the memory for one of them, and for the sum.
+
+        Raises:
+            CheckpointError: the state of a rank is missing, or they are of several checkpoints, or
+                of another format, compressor or model.
+        """
+        reducer_state.load_states(self.reducer, states, OF_HOOKS)

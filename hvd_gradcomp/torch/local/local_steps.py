@@ -54,6 +54,8 @@ from hvd_gradcomp.torch.local.wrapped_optimizer import (
 )
 from hvd_gradcomp.torch.reduce.options import ExchangeOptions
 
+_OTHERS = "warmup", "buffers"  # of the exchanges in a saved state, beside those of fragments
+
 
 class LocalStepsOptimizer(WrappedOptimizer):
     """Optimizer that steps alone, and exchanges pseudogradients; `LocalSteps` makes it.
@@ -326,6 +328,8 @@ class LocalStepsOptimizer(WrappedOptimizer):
     @outside_inference()
     def saved_state(self, mode: str = "sharded") -> dict[str, Any]:
         """Return what `state_dict` does, whoever calls it."""
+        if mode == "consolidated":
+            self._rounds.refresh_copies()  # no step of the warm-up moves them
         counters, warmup, buffers = self._rounds.counters, self._warmup, self._buffers
         saved = {
             "schedule": repr(self.schedule),
@@ -370,12 +374,33 @@ class LocalStepsOptimizer(WrappedOptimizer):
             return
         self._check_fits(saved)
         self.load_inner(state_dict)
-        for fragment, state in zip(self._fragments, saved["fragments"]):
-            fragment.exchange.load(state["exchange"])
-        for means, name in ((self._warmup, "warmup"), (self._buffers, "buffers")):
-            if means is not None and saved[name] is not None:
-                means.exchange.load(saved[name])
+        exchanges = self._exchanges_in(saved)
+        if self.library_exchanges and exchanges[0][1]["size"] != self._ranks:
+            self.load_rounds({**state_dict, KEPT: self._without_local(saved)})
+            return  # the library loads the first rank's; `trainers` sums up what all have kept
+        for exchange, state in exchanges:
+            exchange.load(state)
         self.load_rounds(state_dict)
+
+    def _exchanges_in(self, saved: dict[str, Any]) -> list[tuple[TensorExchange, dict[str, Any]]]:
+        others = [
+            (means.exchange, saved[name])
+            for means, name in zip((self._warmup, self._buffers), _OTHERS)
+            if means is not None and saved[name] is not None
+        ]
+        pairs = zip(self._fragments, saved["fragments"])
+        return [*((fragment.exchange, state["exchange"]) for fragment, state in pairs), *others]
+
+    @property
+    def _ranks(self) -> int:
+        """Return the number of ranks."""
+        return self.all_reducers[0].participants.process_set.size()
+
+    def _without_local(self, saved: dict[str, Any]) -> dict[str, Any]:
+        fragments = saved["fragments"]
+        if saved["clock"] < self.schedule.warmup_steps:  # ranks are equal; no step moves the copies
+            fragments = [{**each, "global": each["local"]} for each in fragments]
+        return {**saved, "fragments": [without_local(each) for each in fragments]}
 
     @outside_inference()
     @torch.no_grad()

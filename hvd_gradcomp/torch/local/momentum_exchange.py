@@ -226,21 +226,26 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
         """
         kept = state_dict.get(KEPT)
         if kept is not None:
-            if not isinstance(kept, dict) or kept.get("warmup_steps") != self._warmup_steps:
-                saved = kept.get("warmup_steps") if isinstance(kept, dict) else kept
-                raise CheckpointError(
-                    f"the state was saved with warmup_steps={saved}, and here it is "
-                    f"{self._warmup_steps}"
-                )
-            if kept["shard"] != self._shard:
-                raise CheckpointError(
-                    f"the state was saved with another shard: {kept['shard']}, and here it is "
-                    f"{self._shard}"
-                )
-            self._warmup.exchange.load(kept["gradients"])
-            self._momenta.load(kept["momenta"])
+            self._check_fits(kept)
+            for exchange, saved in self._exchanges_in(kept):
+                exchange.load(saved)
         self.load_inner(state_dict)
         self.load_rounds(state_dict)
+
+    def _check_fits(self, saved: Any) -> None:
+        then = saved.get("warmup_steps") if isinstance(saved, dict) else saved
+        if not isinstance(saved, dict) or then != self._warmup_steps:
+            raise CheckpointError(
+                f"the state was saved with warmup_steps={then}, and here it is {self._warmup_steps}"
+            )
+        if saved["shard"] != self._shard:
+            raise CheckpointError(
+                f"the state was saved with another shard: {saved['shard']}, and here it is "
+                f"{self._shard}"
+            )
+
+    def _exchanges_in(self, saved: dict[str, Any]) -> list[tuple[TensorExchange, dict[str, Any]]]:
+        return [(self._momenta, saved["momenta"]), (self._warmup.exchange, saved["gradients"])]
 
     def load_rounds(self, state_dict: dict[str, Any]) -> None:
         kept = state_dict.get(KEPT)

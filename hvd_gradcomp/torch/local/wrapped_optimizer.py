@@ -10,17 +10,20 @@ from typing import Any
 import torch
 
 from hvd_gradcomp.algorithms.combined.local_steps import LocalSchedule
+from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.monitoring.stats import CompressionStats, combined
 from hvd_gradcomp.planning.announcement import announce, announcement
 from hvd_gradcomp.runtime.config_check import Description
 from hvd_gradcomp.runtime.live_objects import live_instances
 from hvd_gradcomp.torch.interop.amp import unscale
 from hvd_gradcomp.torch.interop.dynamo import interpreted
+from hvd_gradcomp.torch.interop.inference import outside_inference
 from hvd_gradcomp.torch.local.sharding import Sharding
 from hvd_gradcomp.torch.local.tensor_exchange import TensorExchange
 from hvd_gradcomp.torch.reduce.bucket import Named
 from hvd_gradcomp.torch.reduce.claims import Claim
 from hvd_gradcomp.torch.reduce.reducer import Reducer
+from hvd_gradcomp.torch.reduce.reducer_state import NO_STATES, Consolidation, is_own
 
 _WRAPPERS = (  # of libraries that step an optimizer inside of one of their own
     ("accelerate.optimizer", "AcceleratedOptimizer"),
@@ -213,6 +216,68 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
     @abstractmethod
     def load_rounds(self, state_dict: dict[str, Any]) -> None:
         """Load what `load_state_dict` does but the inner optimizer and what compressors keep."""
+
+    @outside_inference()
+    def load_states(self, states: Iterable[dict[str, Any]]) -> None:
+        """Load what all ranks saved by `state_dict`, on any number of ranks; all ranks call it.
+
+        Each of as many ranks loads its own, to the bit. Each of another number begins with the
+        optimizer's state of the first rank, the global parameters if ranks step locally, and an
+        equal share of what all compressors kept. Local steps since the last exchange are lost: call
+        `exchange()` before you save.
+
+        Args:
+            states: those of all ranks that saved, in any order.
+
+        Raises:
+            CheckpointError: the state of a rank is missing, or they are of several checkpoints, or
+                of another model, schedule or compressor; or the model is sharded.
+        """
+        if self.sharding is not None:
+            raise CheckpointError(
+                "what compressors keep of a sharded model goes on with the same mesh only: "
+                "load_state_dict loads this rank's; on another mesh load fsdp.Checkpoint(model, "
+                "optimizer, whole=True) of local steps, or begin without it"
+            )
+        totals: list[Consolidation] = []
+        first: dict[str, Any] = {}
+        for state in states:
+            saved = state.get(KEPT)
+            if saved is None:
+                raise CheckpointError("it is a plain optimizer's state: load it by load_state_dict")
+            self._check_fits(saved)
+            parts = self._exchanges_in(saved)
+            if is_own(parts[0][0].reducer, parts[0][1]):
+                self.load_state_dict(state)
+                return
+            totals = totals or [Consolidation(exchange.reducer) for exchange, _ in parts]
+            for total, (_, part) in zip(totals, parts):
+                total.add(part)
+            if parts[0][1]["rank"] == 0:
+                first = state
+        if not totals:
+            raise CheckpointError(NO_STATES)
+        sums = [total.state() for total in totals]
+        self.load_inner(first)
+        for (exchange, _), state in zip(self._exchanges_in(first[KEPT]), sums):
+            exchange.load(state)
+        self.load_rounds({**first, KEPT: self._without_local(first[KEPT])})
+
+    @abstractmethod
+    def _check_fits(self, saved: Any) -> None:
+        """Check that a state was saved with this schedule, and these parameters.
+
+        Raises:
+            CheckpointError: it was not.
+        """
+
+    @abstractmethod
+    def _exchanges_in(self, saved: dict[str, Any]) -> list[tuple[TensorExchange, dict[str, Any]]]:
+        """Return the exchanges, each with its saved state."""
+
+    def _without_local(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """Return a rank's state without what is its own, from which any rank may go on."""
+        return saved
 
     def common_state_dict(self) -> dict[str, Any]:
         """Return the state that all ranks may go on from."""

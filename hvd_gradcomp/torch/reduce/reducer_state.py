@@ -7,7 +7,8 @@ in the same way: see `checkpoint.reducer_state` for the tensors.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from hvd_gradcomp.torch.reduce.bucket import Bucket
 from hvd_gradcomp.torch.reduce.bucketing import Plan
 from hvd_gradcomp.torch.reduce.reducer import Reducer, wait_for_copies
 
+NO_STATES = "there is no state: load_states takes those of all ranks that saved"
 LOGGER = logging.getLogger("hvd_gradcomp")
 
 
@@ -40,8 +42,8 @@ class Remedies(NamedTuple):
 
 
 OF_HOOKS = Remedies(
-    "Resume with as many ranks, or load the parameters alone",
-    "Resume with the same hierarchical=, or load parameters alone",
+    "Hand load_states() what all of them have saved: each rank takes its share of the sum",
+    "Resume with the same hierarchical=, or hand load_states() what all ranks have saved",
     "Each rank saves and loads its own, in a file of its own; with torch.distributed.checkpoint "
     "under a name with the rank in it, such as f'compressor/{rank}'",
 )
@@ -118,9 +120,7 @@ def load(reducer: Reducer, saved: dict[str, Any], remedies: Remedies) -> None:
     """
     planner, participants = reducer.planner, reducer.participants
     process_set, place = participants.process_set, participants.place
-    if isinstance(saved, dict) and saved.get("ordered") and saved["order"]:
-        planner.reorder(saved["order"])
-    schema.check_exchange(saved, planner.compressor, [b.layout for b in reducer.buckets])
+    _check_exchange(reducer, saved)
     rank, size = process_set.rank(), process_set.size()
     sharded, hosts = saved["mode"] == "sharded", saved["hosts"]
     if sharded:
@@ -163,6 +163,142 @@ def load(reducer: Reducer, saved: dict[str, Any], remedies: Remedies) -> None:
         )
     if not planner.ordered:
         planner.order = list(saved["order"])
+
+
+def load_states(reducer: Reducer, states: Iterable[dict[str, Any]], remedies: Remedies) -> None:
+    """Load the sharded states of all ranks that saved, on any number of ranks.
+
+    Each of as many ranks loads its own, to the bit. Each of another number takes its share of their
+    sum.
+
+    Args:
+        reducer: of this rank.
+        states: one of each rank that saved, in any order.
+        remedies: for messages.
+
+    Raises:
+        CheckpointError: as from `load`; or some are missing, or of another checkpoint.
+    """
+    total = Consolidation(reducer)
+    for saved in states:
+        if is_own(reducer, saved):
+            load(reducer, saved, remedies)
+            return
+        total.add(saved)
+    load(reducer, total.state(), remedies)
+
+
+def is_own(reducer: Reducer, saved: Any) -> bool:
+    """Return True if a sharded state was saved by this rank, among as many ranks and hosts."""
+    process_set, place = reducer.participants.process_set, reducer.participants.place
+    here = process_set.rank(), process_set.size(), place and place.hosts
+    return isinstance(saved, dict) and here == tuple(map(saved.get, ("rank", "size", "hosts")))
+
+
+class Consolidation:
+    """Sum of the states that all ranks saved, each its own, for any number of ranks.
+
+    Args:
+        reducer: of this rank, with the model and the compressor of those that saved.
+    """
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+        self._first: dict[str, Any] = {}
+        self._ranks: set[int] = set()
+        self._counters: Counter[str] = Counter()
+        self._gathered: Counter[str] = Counter()
+        # Of each bucket, by path; what a single rank has learned also by that rank.
+        self._sums: list[dict[str, torch.Tensor]] = []
+        self._dtypes: list[dict[str, torch.dtype]] = []
+        self._learned: list[dict[str, dict[int, torch.Tensor]]] = []
+
+    def add(self, saved: dict[str, Any]) -> None:
+        """Add the state of a rank, on the CPU and in double precision.
+
+        Raises:
+            CheckpointError: it is of another checkpoint than the others, or of a rank that was
+                added already; or of another format, compressor or model.
+        """
+        _check_exchange(self._reducer, saved)
+        if saved["mode"] != "sharded":
+            raise CheckpointError("it is the sum of all ranks' states: load it by load_state_dict")
+        if not self._first:
+            self._first = saved
+            for parts in (self._sums, self._dtypes, self._learned):
+                parts.extend({} for _ in saved["buckets"])
+        for name in ("steps", "size", "hosts"):
+            one, other = self._first[name], saved[name]
+            if one != other:
+                raise CheckpointError(
+                    f"the states are of several checkpoints: one has {name}={one}, another {other}"
+                )
+        rank = saved["rank"]
+        if rank in self._ranks:
+            raise CheckpointError(f"the state of rank {rank} is there twice")
+        self._ranks.add(rank)
+        self._counters.update(saved["counters"])
+        self._gathered.update(saved["gathered"])
+        for number, entry in enumerate(saved["buckets"]):
+            for path, x in entry["state"].items():
+                self._add_tensor(number, path, x.detach().cpu(), rank)
+
+    def _add_tensor(self, number: int, path: str, x: torch.Tensor, rank: int) -> None:
+        """Add a tensor of a bucket's state."""
+        compressor, sums = self._reducer.buckets[number].compressor, self._sums[number]
+        self._dtypes[number][path] = x.dtype
+        if is_replicated(compressor, path):
+            sums.setdefault(path, x)
+        elif owner_of(compressor, path, self._first["steps"]) is not None:
+            self._learned[number].setdefault(path, {})[rank] = x
+        else:
+            wide = x.double() if x.is_floating_point() else x
+            sums[path] = sums[path] + wide if path in sums else wide
+
+    def state(self) -> dict[str, Any]:
+        """Return the consolidated state.
+
+        Raises:
+            CheckpointError: the state of some rank was not added.
+        """
+        first = self._first
+        if not first:
+            raise CheckpointError(NO_STATES)
+        missing = sorted({*range(first["size"])} - self._ranks)
+        if missing:
+            raise CheckpointError(
+                f"{first['size']} ranks have saved, and the states of ranks "
+                f"{', '.join(map(str, missing))} are missing: load_states takes those of all"
+            )
+        buckets = []
+        for number, entry in enumerate(first["buckets"]):
+            compressor, dtypes = self._reducer.buckets[number].compressor, self._dtypes[number]
+            tensors = {path: x.to(dtypes[path]) for path, x in self._sums[number].items()}
+            for path, by_rank in self._learned[number].items():
+                owner = owner_of(compressor, path, first["steps"])
+                assert owner is not None
+                tensors[path] = by_rank[sorted(by_rank)[owner]]  # one rank of each host has it
+            buckets.append({**entry, "state": tensors})
+        return {
+            **first,
+            "mode": "consolidated",
+            "rank": 0,
+            "buckets": buckets,
+            "counters": dict(self._counters),
+            "gathered": dict(self._gathered),
+        }
+
+
+def _check_exchange(reducer: Reducer, saved: Any) -> None:
+    """Check that a saved state is of this model and compressor; take over its order of layers.
+
+    Raises:
+        CheckpointError: it is not.
+    """
+    planner = reducer.planner
+    if isinstance(saved, dict) and saved.get("ordered") and saved["order"]:
+        planner.reorder(saved["order"])
+    schema.check_exchange(saved, planner.compressor, [b.layout for b in reducer.buckets])
 
 
 def _require_all(bucket: Bucket, saved: Mapping[str, torch.Tensor], same_shapes: bool) -> None:

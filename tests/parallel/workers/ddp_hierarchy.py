@@ -163,6 +163,12 @@ def state_goes_on():
         "saved sharded with 2 hosts, here it is hierarchical=False",
         lambda: flat.load_state_dict(every[rank]),
     )
+    flat.load_states(every)
+    for number, entry in enumerate(flat.state_dict()["buckets"]):
+        states = [saved["buckets"][number]["state"] for saved in every]
+        of_leaders = [state["memory.r"].double() for state in states if state]
+        assert len(of_leaders) == 2, "of a rank of each host"
+        assert torch.equal(entry["state"]["memory.r"], (sum(of_leaders) / 4).float())
 
 
 def not_finite():

@@ -38,6 +38,8 @@ from hvd_gradcomp import (
     smaller,
 )
 from hvd_gradcomp.checkpoint.schema import CheckpointError
+from hvd_gradcomp.method.compressor import is_replicated
+from hvd_gradcomp.method.learned import owner_of
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.runtime.errors import OutOfStepError
@@ -283,6 +285,46 @@ def goes_on(begin, compression):
 def state_goes_on():
     for compression in (LGC, DGCCompressor(density=0.05, momentum=0.9), VARIANCE):
         goes_on(wrapped, compression)
+
+
+def other_ranks_go_on():
+    """One rank alone has the sum of what all kept, as many have each its own."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone = [dist.new_group([other]) for other in range(size)][rank]
+    for compression in (LGC, DGCCompressor(density=0.05, momentum=0.9)):
+        model, state = wrapped(compression)
+        train(model, sgd(model), 3)
+        every = [None] * size
+        dist.all_gather_object(every, state.state_dict())
+        again, other = wrapped(compression, of_ddp={"process_group": alone})
+        other.load_states(reversed(every))
+        assert other.steps == 3
+        counters = [saved["counters"]["bytes_sent"] for saved in every]
+        assert other.stats().bytes_sent == sum(counters) // size
+        for number, entry in enumerate(other.state_dict()["buckets"]):
+            for path, x in entry["state"].items():
+                parts = [saved["buckets"][number]["state"][path] for saved in every]
+                compressor = state.reducer.buckets[number].compressor
+                owner = owner_of(compressor, path, 3)
+                if is_replicated(compressor, path) or owner is not None:
+                    torch.testing.assert_close(x, parts[owner or 0], rtol=0, atol=0, equal_nan=True)
+                elif path not in compressor.reset_on_merge and x.is_floating_point():
+                    assert torch.equal(x, sum(part.double() for part in parts).float()), path
+        train(again, sgd(again), 2, first=3)
+        for states, text in (
+            (every[:1], "of ranks 1 are missing"),
+            ([every[0], every[0]], "the state of rank 0 is there twice"),
+            ([every[0], {**every[1], "steps": 4}], "one has steps=3, another 4"),
+            ([], "there is no state"),
+        ):
+            raises(CheckpointError, text, lambda x=other, y=states: x.load_states(y))
+        third, same = wrapped(compression)
+        third.load_state_dict(model.state_dict())
+        same.load_states(every)
+        for one in (model, third):
+            train(one, sgd(one), 2, first=3)
+        assert torch.equal(vector(model), vector(third))
+        assert same.stats() == state.stats()
 
 
 def distributed_checkpoint(folder):

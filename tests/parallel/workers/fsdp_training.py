@@ -32,7 +32,7 @@ from hvd_gradcomp import (
 )
 from hvd_gradcomp.algorithms.threshold.variance import weight_of_passes
 from hvd_gradcomp.checkpoint.schema import CheckpointError
-from hvd_gradcomp.method.compressor import leaves
+from hvd_gradcomp.method.compressor import is_replicated, leaves
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.config_check import MismatchError
@@ -489,6 +489,17 @@ def state_goes_on(folder):
     raises(CheckpointError, "and this rank has shard", lambda: state.load_state_dict(elsewhere))
     resized = {**saved, "mesh": (4, 1)}
     raises(CheckpointError, "is not sharded anew", lambda: state.load_state_dict(resized))
+    raises(CheckpointError, "is not sharded anew", lambda: state.load_states([resized]))
+    # A replica has saved, and two go on: each takes half of what is kept of a shard.
+    every = [None] * 4
+    dist.all_gather_object(every, saved)
+    replica = [{**each, "mesh": (1, 2), "size": 1} for each in every[:2]]
+    state.load_states(replica)
+    for number, entry in enumerate(state.state_dict()["buckets"]):
+        compressor = state.reducer.buckets[number].compressor
+        for path, x in entry["state"].items():
+            before = every[rank % 2]["buckets"][number]["state"][path]
+            assert torch.equal(x, before if is_replicated(compressor, path) else before / 2), path
 
 
 def not_finite():
