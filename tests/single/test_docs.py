@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,25 @@ def test_every_compressor_is_in_the_reference():
     assert len(listed) == len(set(listed))
     exported = {name for name in hvd_gradcomp.__all__ if name.endswith("Compressor")}
     assert exported - {"Compressor"} == {name for name in listed if name.endswith("Compressor")}
+
+
+PUBLIC = ["", ".torch.ddp", ".torch.fsdp", ".torch.trainers"]
+OVER_HOROVOD = [".torch", ".torch.elastic", ".tensorflow", ".tensorflow.elastic"]
+OVER_HOROVOD += [".tensorflow.keras", ".tensorflow.keras.elastic"]
+
+
+@pytest.mark.parametrize("module", [*PUBLIC, *([] if STANDS_IN else OVER_HOROVOD)])
+def test_every_public_name_is_in_the_reference(module):
+    """Functions and classes that are ours; Horovod's have a reference of their own."""
+    text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.rst"))
+    listed = set(re.findall(rf"^\.\. (?:{'|'.join(AUTOMATIC)}):: (?:\w+\.)*(\w+)$", text, re.M))
+    exported = import_module(f"hvd_gradcomp{module}")
+    ours = {
+        name
+        for name in exported.__all__
+        if (getattr(getattr(exported, name), "__module__", None) or "").startswith("hvd_gradcomp")
+    }
+    assert ours and not ours - listed
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.rst")), ids=title)
