@@ -331,12 +331,15 @@ def state(method: Method) -> tuple[float, float]:
 
 
 def _state_of(compressor: Compressor, layers: Sequence[Layer]) -> tuple[int, int]:
-    """Return the bytes of the state before the first step, and the elements of its buckets."""
+    """Return the bytes of the state before the first step, and the elements that it is for.
+
+    Layers that are sent dense are left out: they keep the momentum that the optimizer would keep.
+    """
     ops, size, count = TorchOps(), 0, 0
     for chosen, layout in buckets(compressor, layers, HOSTS[1]):
-        tensors = [x for _, x in leaves(chosen.start(ops, layout, HOSTS[1]))]
-        size += sum(x.numel() * x.element_size() for x in tensors)
         if chosen.compresses or not compressor.compresses:
+            tensors = [x for _, x in leaves(chosen.start(ops, layout, HOSTS[1]))]
+            size += sum(x.numel() * x.element_size() for x in tensors)
             count += layout.elements
     return size, count
 
