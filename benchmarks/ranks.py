@@ -42,6 +42,12 @@ TWO_SHOT = {
     "ok-topk, gathered": "OkTopKCompressor(exchange='allgather')",
 }
 BALANCED = ("variance-coded", "strom", "dgc")
+DRAWN = {
+    "dgc": "DGC",
+    "qsgd": "QSGD, 4 bits",
+    "ok-topk": "Ok-Topk",
+    "scalecom": "ScaleCom",
+}
 
 
 def gradients(job: Job) -> Gradients:
@@ -103,21 +109,27 @@ def table(content: dict[str, Any]) -> str:
 
 
 def draw(content: dict[str, Any], path: Path) -> None:
-    counts = [*content["dense"]]
-    with options.drawing(path, 9, 6) as axes:
-        for row, line in zip(content["rows"], style.lines(len(content["rows"]))):
-            axes.plot(
-                [int(n) for n in counts],
-                [row["bytes"][n] / content["elements"] for n in counts],
-                markersize=3,
-                label=row["title"],
-                **line,
+    counts = [int(n) for n in content["dense"]]
+    rows = {row["key"]: row["bytes"] for row in content["rows"]}
+    lines = {name: rows[key] for key, name in DRAWN.items() if key in rows}
+    lines["no compression"] = content["dense"]
+    with options.drawing(path, 7, 4) as axes:
+        for (name, received), line in zip(lines.items(), style.lines(len(lines))):
+            elements = [received[n] / content["elements"] for n in content["dense"]]
+            axes.plot(counts, elements, markersize=3, **line)
+            axes.annotate(
+                name,
+                (counts[-1], elements[-1]),
+                (6, 0),
+                textcoords="offset points",
+                va="top" if name == "DGC" else "bottom",
+                fontsize=8,
+                color=line["color"],
             )
-        dense = [content["dense"][n] / content["elements"] for n in counts]
-        axes.plot([int(n) for n in counts], dense, color=style.INK, linewidth=2, label="dense")
         axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="bytes received / element")
-        axes.set_xticks([int(n) for n in counts], [str(n) for n in counts])
-        axes.legend(fontsize=6, loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.set_xticks(counts, [str(n) for n in counts])
+        axes.set_xlim(right=8 * counts[-1])  # space for the labels
+        axes.minorticks_off()
 
 
 def main() -> int:

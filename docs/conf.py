@@ -69,7 +69,8 @@ def inline_math(writer, node):
 
 
 def block_math(writer, node):
-    writer.body.append(tex2mathml(node.astext(), as_block=True))
+    formula = tex2mathml(node.astext(), as_block=True)
+    writer.body.append(f'<div class="formula">{formula}</div>\n')
     raise SkipNode
 
 

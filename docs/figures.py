@@ -1,7 +1,7 @@
 """The figures of the site: what each compressor sends of a gradient, and what stays.
 
     python -m docs.figures [FOLDER]
-    python -m docs.figures docs/measured overview        # that of the README
+    python -m docs.figures docs/measured overview        # that of `which.md`
 
 What a method does is not drawn by hand: `hvd_gradcomp.testing.World` runs the compressor, and the
 figure shows its gradients, its result and its state. The overview is made of `docs/measured`. How
@@ -339,27 +339,18 @@ def measured(name):
     return json.loads((MEASURED / name).read_text())
 
 
-def overview(path, stacked=False):
-    """Draw accuracy and the time of an exchange by bytes, as measured."""
-    rows, columns, size = (2, 1, (4.4, 7.2)) if stacked else (1, 2, (9, 3.8))
-    figure, (left, right) = pyplot.subplots(rows, columns, figsize=size, layout="constrained")
+def overview(path, width=7):
+    """Draw accuracy by bytes, as measured: a line for each method, labelled at its end."""
+    figure, axes = pyplot.subplots(figsize=(width, 3.8), layout="constrained")
     shown = {  # (part, row without compression): rows
-        ("variance", "adam/none"): {
-            "adam/variance-1": "Variance, alpha 1 and 2",
-            "adam/variance-2": "Variance, alpha 1 and 2",
-            "adam/strom-0.1": "Strom, tau 0.1",
-            "adam/hybrid-0.1": "Hybrid, tau 0.1, alpha 2",
-        },
-        ("egc", "none-2"): {
-            "dropping-2": "Gradient Dropping, 1 %",
-            "k-256": "EGC, K 256 and 1024",
-            "egc-2": "EGC, K 256 and 1024",
-        },
         ("gradiveq", "none"): {"qsgd": "QSGD, 4 bits"},
-        ("lgc", "none-2"): {
-            "exponential": "DGC, 0.1 %, warm-up and none",
-            "fixed": "DGC, 0.1 %, warm-up and none",
+        ("variance", "adam/none"): {
+            "adam/variance-1": "Variance, Adam",
+            "adam/variance-2": "Variance, Adam",
+            "adam/hybrid-0.1": "Hybrid, Adam",
         },
+        ("lgc", "none-2"): {"exponential": "DGC", "fixed": "DGC"},
+        ("egc", "none-2"): {"dropping-2": "Gradient Dropping", "k-256": "EGC", "egc-2": "EGC"},
     }
     methods = dict.fromkeys(name for rows in shown.values() for name in rows.values())
     looks = dict(zip(methods, style.lines(len(methods))))
@@ -371,39 +362,19 @@ def overview(path, stacked=False):
                 for key, method in rows.items()
                 if method == name
             )
-            left.plot(*zip(*points), label=name, **looks[name])
-    left.axhline(0, color=style.INK, linewidth=1)
-    left.set(xscale="log", xlabel="times fewer bytes", ylabel="points of accuracy, beside none")
-    left.set_title("images, two ranks, 400 steps", fontsize=9)
-    left.legend(fontsize=7, loc="lower left")
-    ways = {
-        "dense (stock Horovod)": "stock Horovod",
-        "FP16()": "half precision",
-        "QSGD()": "QSGD, 4 bits",
-        "TernGrad()": "TernGrad",
-        "OneBit()": "1-bit",
-        "LGC()": "LGC",
-        "DGC()": "DGC",
-        "Variance(alpha=1.0)": "Variance, alpha 1",
-        "Variance(alpha=1.7)": "Variance, alpha 1.7",
-        "Variance(alpha=4.3)": "Variance, alpha 4.3",
-        "Strom(tau=19.1)": "Strom, tau 19.1",
-    }
-    runs = measured("hosts.json")["runs"]
-    for row in runs[0]["exchange"]:
-        if row["method"] in ways and row["element_ratio"] > 1:
-            ways[row["method"]] += f": one in {row['element_ratio']:.0f}"
-    for place, run in enumerate(runs):
-        rows = dict.fromkeys(ways, np.nan)  # those that were not measured at this rate
-        rows |= {row["method"]: row["ms"] for row in run["exchange"]}
-        rate = {"1gbit": "1 Gb/s", "100mbit": "100 Mb/s"}[run["rate"]]
-        at = np.arange(len(ways)) + 0.4 * (place - 0.5)
-        right.barh(at, [rows[w] for w in ways], 0.38, label=rate, color=style.COLOURS[place])
-    right.set_yticks(range(len(ways)), list(ways.values()), fontsize=8)
-    right.invert_yaxis()
-    right.set(xscale="log", xlabel="ms an exchange")
-    right.set_title("noise in ResNet-50's shapes, two hosts", fontsize=9)
-    right.legend(fontsize=7, loc="lower right")
+            axes.plot(*zip(*points), **looks[name])
+            axes.annotate(
+                name,
+                points[-1],
+                (6, 0),
+                textcoords="offset points",
+                va="top" if name == "DGC" else "bottom" if name == "EGC" else "center",
+                fontsize=8,
+                color=looks[name]["color"],
+            )
+    axes.axhline(0, color=style.INK, linewidth=1)
+    axes.set(xscale="log", xlabel="times fewer bytes", ylabel="points of accuracy, beside none")
+    axes.set_xlim(right=1e4)  # space for the labels
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
 
@@ -481,7 +452,7 @@ def draw(folder: Path, *names: str) -> list[Path]:
         "lgc": autoencoder,
         "hierarchy": hierarchy,
         "overview": overview,
-        "overview-narrow": lambda p: overview(p, stacked=True),  # for a phone
+        "overview-narrow": lambda p: overview(p, width=4.4),  # for a phone
         "architecture": architecture,
     }
     paths = {name: folder / f"{name}.svg" for name in names or figures}

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
 from collections import Counter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import hvd_gradcomp
-from docs import follow
+from docs import follow, methods
+from hvd_gradcomp.method.handover import takes_momentum
 from hvd_gradcomp.ops import Ops
+from hvd_gradcomp.planning.description import brief
 from hvd_gradcomp.runtime.program_runner import Transport
 from hvd_gradcomp.torch.comm.c10d import C10dBackend, ProcessGroup
 from hvd_gradcomp.torch.reduce.backend import Backend
@@ -105,6 +109,25 @@ def test_every_compressor_is_in_the_reference():
     assert len(listed) == len(set(listed))
     exported = {name for name in hvd_gradcomp.__all__ if name.endswith("Compressor")}
     assert exported - {"Compressor"} == {name for name in listed if name.endswith("Compressor")}
+
+
+PUBLIC = ["", ".torch.ddp", ".torch.fsdp", ".torch.trainers"]
+OVER_HOROVOD = [".torch", ".torch.elastic", ".tensorflow", ".tensorflow.elastic"]
+OVER_HOROVOD += [".tensorflow.keras", ".tensorflow.keras.elastic"]
+
+
+@pytest.mark.parametrize("module", [*PUBLIC, *([] if STANDS_IN else OVER_HOROVOD)])
+def test_every_public_name_is_in_the_reference(module):
+    """Functions and classes that are ours; Horovod's have a reference of their own."""
+    text = "\n".join(page.read_text() for page in (DOCS / "api").glob("*.rst"))
+    listed = set(re.findall(rf"^\.\. (?:{'|'.join(AUTOMATIC)}):: (?:\w+\.)*(\w+)$", text, re.M))
+    exported = import_module(f"hvd_gradcomp{module}")
+    ours = {
+        name
+        for name in exported.__all__
+        if (getattr(getattr(exported, name), "__module__", None) or "").startswith("hvd_gradcomp")
+    }
+    assert ours and not ours - listed
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.rst")), ids=title)
@@ -282,6 +305,44 @@ def test_the_number_of_methods_is_that_of_the_package():
     }
     assert {name for name, _ in counted} >= {"README.md", "compared.md", "CHANGELOG.md"}
     assert {number for _, number in counted} == {str(count)}, counted
+
+
+def test_the_table_of_methods_is_that_of_the_code():
+    """`python -m docs.methods` writes it."""
+    page = methods.PAGE.read_text()
+    assert methods.updated(page) == page
+
+
+def test_the_table_of_methods_has_all_of_them():
+    names = {name for name in hvd_gradcomp.__all__ if name.endswith("Compressor")} - {"Compressor"}
+    rows = {type(row.instance).__name__: row for row in methods.METHODS if row.compressor is None}
+    assert rows.keys() == names | {"Balanced", "Robust"}
+    for name in names:
+        row, text = rows[name], getattr(hvd_gradcomp, name).__doc__
+        made = eval(row.code, vars(hvd_gradcomp))
+        assert takes_momentum(made) == (row.optimizer == methods.TAKES_OVER), name
+        plain = "SGD without momentum" in " ".join(text.split())
+        assert plain == (row.optimizer == methods.PLAIN_SGD), name
+
+
+def test_bytes_that_were_counted_are_those_of_the_settings_in_the_table():
+    titles = {row["key"]: row["title"] for row in json.loads(methods.COUNTED.read_text())["rows"]}
+    for row in methods.METHODS:
+        if row.counted:
+            assert brief(eval(row.code, vars(hvd_gradcomp))) == titles[row.counted]
+    assert methods.elements() == json.loads(methods.COUNTED.read_text())["elements"]
+
+
+@pytest.mark.parametrize(
+    "key, code", [("qsgd", "QSGDCompressor(bits=4)"), ("dgc", "DGCCompressor()")]
+)
+def test_bytes_that_are_computed_are_those_that_were_counted(key, code):
+    counted = json.loads(methods.COUNTED.read_text())
+    sent = next(row["bytes"] for row in counted["rows"] if row["key"] == key)
+    row = next(row for row in methods.METHODS if row.code == code)
+    for ranks in methods.HOSTS:
+        measured = counted["dense"][str(ranks)] / sent[str(ranks)]
+        assert methods.fewer(row, ranks) == pytest.approx(measured, rel=0.02)
 
 
 def test_the_ops_that_a_frontend_has_to_write_are_counted():
