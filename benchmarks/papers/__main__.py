@@ -2,6 +2,7 @@
 
     make papers ARGS=--list                     # the parts: claims, settings, minutes
     make papers ARGS="--parts variance"         # one of them; what is there is not run again
+    make papers ARGS="--parts bytes"            # bytes at the papers' sizes, which need no training
     python -m benchmarks.papers --seeds 3       # all that is missing of three seeds
     make papers ARGS="--long --parts variance"  # 16 times as many steps, on docs/papers-long.md
     python -m benchmarks.papers --show          # the page and the figures anew, no training
@@ -27,6 +28,7 @@ from pathlib import Path
 from benchmarks.papers import data, page
 from benchmarks.papers.parts import AT_LENGTH, Measured, Part, Row, Scale
 from benchmarks.papers.registry import PARTS
+from benchmarks.papers.sizes import CASES, NAME, Sizes, measure
 
 FOLDER, PAGE = Path("docs/measured/papers"), Path("docs/papers.md")
 LONG_FOLDER, LONG_PAGE = Path("docs/measured/papers-long"), Path("docs/papers-long.md")
@@ -34,19 +36,24 @@ LONG_FOLDER, LONG_PAGE = Path("docs/measured/papers-long"), Path("docs/papers-lo
 
 def main() -> int:
     options = arguments()
-    parts = [PARTS[name] for name in options.parts]
+    parts = [PARTS[name] for name in options.parts if name in PARTS]
     if options.list:
-        print("\n\n".join(listed(part, options.folder) for part in parts))
+        texts = [listed(part, options.folder) for part in parts]
+        texts += [listed_sizes(options.folder)] if NAME in options.parts else []
+        print("\n\n".join(texts))
         return 0
     code = 0
     if not options.show:
         try:
-            data.install(options.data)
+            if parts:
+                data.install(options.data)
         except data.DataError as error:
             print(error, file=sys.stderr)
             return 2
         for part in parts:
             code |= train(part, options)
+        if NAME in options.parts:
+            count_sizes(options)
     target = options.page or (PAGE if options.folder == FOLDER else options.folder / PAGE.name)
     page.write(PARTS.values(), options.folder, target)
     print(f"papers: {options.folder}, {target}")
@@ -56,7 +63,7 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--list", action="store_true", help="what there is, and nothing else")
-    parser.add_argument("--parts", default=",".join(PARTS), help="names, with commas")
+    parser.add_argument("--parts", help="names, with commas; all if not given")
     parser.add_argument("--rows", help="keys of rows, with commas; all of the parts if not given")
     parser.add_argument("--seeds", type=int, default=1, help="each row so many times")
     parser.add_argument("--ranks", default="2,4,8", help="only rows on so many ranks, with commas")
@@ -79,13 +86,15 @@ def arguments() -> argparse.Namespace:
     if options.long:
         options.images, options.epochs = AT_LENGTH.images, AT_LENGTH.epochs
         options.folder, options.page = LONG_FOLDER, LONG_PAGE
-    options.parts = options.parts.split(",")
-    unknown = [name for name in options.parts if name not in PARTS]
+    known = [*PARTS, *([] if options.long else [NAME])]  # bytes have no length
+    options.parts = options.parts.split(",") if options.parts else known
+    unknown = [name for name in options.parts if name not in known]
     if unknown:
         parser.error(
-            f"--parts: no part is called {', '.join(unknown)}; there are {', '.join(PARTS)}"
+            f"--parts: no part is called {', '.join(unknown)}; there are {', '.join(known)}"
         )
-    keys = [row.key for name in options.parts for row in PARTS[name].rows]
+    keys = [row.key for name in options.parts if name in PARTS for row in PARTS[name].rows]
+    keys += [case.key for case in CASES] if NAME in options.parts else []
     options.rows = options.rows.split(",") if options.rows else keys
     unknown = [key for key in options.rows if key not in keys]
     if unknown:
@@ -100,7 +109,7 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--images must be between 640 and 50000, got {options.images}")
     options.scale = Scale(options.images, options.epochs)
     for part in [] if options.list or options.show else options.parts:
-        earlier = Measured(PARTS[part], options.folder).scale
+        earlier = Measured(PARTS[part], options.folder).scale if part in PARTS else None
         if earlier not in (None, options.scale):
             parser.error(
                 f"{options.folder / part}.json has rows of {earlier.images} images and "
@@ -123,6 +132,28 @@ def listed(part: Part, folder: Path) -> str:
     lines += [f"  claim: {claim.text} ({claim.paper})" for claim in part.claims(measured)]
     lines += [f"  row: {row.key}, {row.ranks} ranks: {row.title}" for row in part.rows]
     return "\n".join(lines)
+
+
+def listed_sizes(folder: Path) -> str:
+    """Describe the part that counts bytes, for the list."""
+    sizes = Sizes(folder)
+    done = sum(sizes[case.key] is not None for case in CASES)
+    lines = [f"{NAME}: bytes of a step at the papers' sizes, without training"]
+    lines.append(f"  {len(CASES)} rows, {done} of them counted; some minutes on two cores")
+    lines += [
+        f"  row: {case.key}, {case.ranks} ranks: {case.title}, {case.network}" for case in CASES
+    ]
+    return "\n".join(lines)
+
+
+def count_sizes(options: argparse.Namespace) -> None:
+    """Count what is missing, and write the file after each case."""
+    sizes = Sizes(options.folder)
+    for case in CASES:
+        wanted = case.key in options.rows and case.ranks in options.ranks
+        if wanted and (options.again or sizes[case.key] is None):
+            sizes.add(case, measure(case))
+            print(f"{NAME}: {case.key}", flush=True)
 
 
 def pending(part: Part, options: argparse.Namespace) -> Iterator[tuple[Row, int]]:

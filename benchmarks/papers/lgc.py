@@ -21,9 +21,11 @@ from benchmarks.papers.parts import (
     middle,
     times,
 )
+from benchmarks.papers.sizes import CASES, Sizes
 
 FULL, TRAINED = 0.2, 0.5  # shares of all steps after which something is left out, and codes travel
 FIRST = 9 * WIDTHS[0]  # weights of the first layer
+LINK = "[bytes at the papers' sizes](papers.md#bytes-at-the-papers-sizes)"
 TRAINING = "full_steps={0}, train_steps={1}"
 RING = f'LGCCompressor("ring_allreduce", {TRAINING})'
 SERVER = f'LGCCompressor("parameter_server", {TRAINING})'
@@ -88,7 +90,8 @@ ROWS = (
 
 
 def beside_none(measured: Measured, key: str, what: str, paper: float, ratio: float) -> list[Claim]:
-    gap, reached = measured.away(key), measured.middle(key, "late_ratio")
+    gap, at_size = measured.away(key), reached_at_size(measured, key)
+    reached = at_size[0] if at_size else measured.middle(key, "late_ratio")
     row = measured.part.row(key)
     return [
         Claim(
@@ -102,12 +105,26 @@ def beside_none(measured: Measured, key: str, what: str, paper: float, ratio: fl
         Claim(
             f"{what}, {row.ranks} ranks: bytes while codes travel",
             row.paper.partition(", ")[2],
-            by_rank(measured[key]) or NOT_RUN,
+            (by_rank(measured[key]) or NOT_RUN) + shown_at_size(at_size, key),
             None if reached is None else reached >= ratio / 2,
             _first(measured) if key.startswith("ring") else _server(measured[key]),
             reached is not None and reached >= ratio / FRACTION,
         ),
     ]
+
+
+def reached_at_size(measured: Measured, key: str) -> tuple[float, ...]:
+    """Return the ratios in the paper's network; empty if the row was not run, or not counted."""
+    known = measured[key] and any(case.key == key for case in CASES)
+    return Sizes.beside(measured.path.parent).of_workers(key) if known else ()
+
+
+def shown_at_size(ratios: tuple[float, ...], key: str) -> str:
+    """Say in which network a step has these ratios."""
+    if not ratios:
+        return ""
+    network = next(case.network for case in CASES if case.key == key).partition(",")[0]
+    return f"; in {network} {' / '.join(times(ratio) for ratio in ratios)}"
 
 
 def _parted(measured: Measured) -> str:
@@ -139,9 +156,9 @@ def _first(measured: Measured) -> str:
         return ""
     sent = 4 * measured["ring-2"][0]["parameters"] / reached
     return (
-        f"Bytes: by the ring on 2 ranks a rank sends {sent:,.0f} a step, of which {4 * FIRST} are "
-        "the first layer's, which is sent whole (ScaleCom selects there too). In a network as "
-        "large as the paper's that is next to nothing."
+        f"Bytes: by the ring on 2 ranks a rank sends {sent:,.0f} a step in the small network, of "
+        f"which {4 * FIRST} are the first layer's, which is sent whole (ScaleCom selects there "
+        f"too). In the paper's networks: {LINK}."
     )
 
 
@@ -152,10 +169,10 @@ def _server(results: list[Result]) -> str:
     one = results[0]
     sent = sorted(4 * one["parameters"] / ratio for ratio in one["by_rank"])
     return (
-        f"Bytes with a server, {len(sent)} ranks: {sent[0]:,.0f} to {sent[-1]:,.0f} a step, of "
-        f"which {4 * FIRST} are the first layer's, which is sent whole. The most is that of the "
-        "rank that is the server, whose answer to the others counts. Headers and layers that are "
-        "not coded weigh more here than in the paper's networks, a hundred times as large."
+        f"Bytes with a server, {len(sent)} ranks: {sent[0]:,.0f} to {sent[-1]:,.0f} a step in the "
+        f"small network, of which {4 * FIRST} are the first layer's, which is sent whole. The most "
+        "is that of the rank that is the server, whose answer to the others counts. In the paper's "
+        f"networks, of the worker with a code and of the others, without the answer: {LINK}."
     )
 
 
@@ -210,11 +227,17 @@ def claims(measured: Measured) -> list[Claim]:
 def _compared(measured: Measured, ring: str, other: str, ranks: int, paper: str) -> Claim:
     gap = measured.away(ring, other)
     ratios = [measured.middle(key, "late_ratio") for key in (ring, other)]
+    at_size = [*reached_at_size(measured, ring), *reached_at_size(measured, other)]
+    small = f"{times(ratios[0])} beside {times(ratios[1])}"
+    if len(at_size) == 2 and None not in ratios:
+        ratios = at_size
+        network = next(case.network for case in CASES if case.key == ring).partition(",")[0]
+        small += f"; in {network} {times(ratios[0])} beside {times(ratios[1])}"
     holds = None if gap is None else ratios[0] > ratios[1] and gap >= -AS_GOOD
     return Claim(
         f"the ring sends less than ScaleCom and is as accurate, {ranks} ranks",
         paper or "no number",
-        f"{times(ratios[0])} beside {times(ratios[1])}, {formatted(gap, '{:+.2f} points')}",
+        f"{small}, {formatted(gap, '{:+.2f} points')}",
         holds,
         _first(measured),
         gap is not None and ratios[0] > ratios[1] and gap >= -NEAR,

@@ -7,7 +7,7 @@ of backward matter: data are random.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -180,17 +180,23 @@ class _Bottleneck(nn.Module):
         return torch.relu(self.bn3(self.conv3(y)) + self.downsample(x))
 
 
-def _resnet50() -> nn.Module:
-    """Build ResNet-50 of He et al. 2016, for 1000 classes."""
+def resnet(blocks: Sequence[int] = (3, 4, 6, 3), classes: int = 1000) -> nn.Module:
+    """Build a ResNet of bottlenecks of He et al. 2016; ResNet-50 by default.
+
+    Args:
+        blocks: number of bottlenecks of each stage; ResNet-101 has 3, 4, 23, 3.
+        classes: that it tells apart.
+    """
     stages: list[nn.Module] = []
     inputs = 64
-    for stage, (blocks, width) in enumerate(zip((3, 4, 6, 3), (64, 128, 256, 512))):
-        for block in range(blocks):
+    for stage, (count, width) in enumerate(zip(blocks, (64, 128, 256, 512))):
+        for block in range(count):
             stages.append(_Bottleneck(inputs, width, 2 if stage and not block else 1))
             inputs = 4 * width
     stem = (nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU())
     pools = nn.MaxPool2d(3, 2, 1), nn.AdaptiveAvgPool2d(1)
-    return nn.Sequential(*stem, pools[0], *stages, pools[1], nn.Flatten(), nn.Linear(2048, 1000))
+    last = nn.Linear(2048, classes)
+    return nn.Sequential(*stem, pools[0], *stages, pools[1], nn.Flatten(), last)
 
 
 def _vgg16() -> nn.Module:
@@ -237,7 +243,7 @@ class _LSTM(nn.Module):
 
 
 BUILT_IN: dict[str, tuple[Callable[[], nn.Module], Any]] = {
-    "resnet50": (_resnet50, _images),
+    "resnet50": (resnet, _images),
     "vgg16": (_vgg16, _images),
     "bert-base": (_BERT, _tokens(30522, 128)),
     "lstm": (_LSTM, _tokens(10_000, 35)),

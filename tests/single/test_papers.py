@@ -6,11 +6,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.papers import __main__ as papers
-from benchmarks.papers import data, page
+from benchmarks.papers import data, page, sizes
+from benchmarks.papers.counting import Ledger, count
 from benchmarks.papers.parts import Measured, Scale
 from benchmarks.papers.registry import PARTS
+from benchmarks.papers.sizes import CASES, Sizes, measure
+from benchmarks.papers.sizes_page import PRINTED, compare, section
+from hvd_gradcomp import LGCCompressor
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.planning.assignment import plan
+from hvd_gradcomp.testing import World
 from tests.fashion import write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,3 +210,102 @@ def test_a_part_without_a_paper_has_no_column_for_one(tmp_path):
     assert "| method | ranks | here | beside none |" in text
     assert "| `QSGDCompressor(bits=4)`, 300 steps | 2 | 2.218 | +0.018 | 1.0x |" in text
     assert "| claim | advice | here | |" in text
+
+
+# -- bytes at the papers' sizes ------------------------------------------------------------------
+
+SHAPES = [("first", (8, 3, 3, 3)), ("body", (64, 512)), ("last", (10, 512))]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("pattern", ["ring_allreduce", "parameter_server"])
+def test_pieces_of_a_step_are_those_of_the_method(pattern, ranks):
+    lgc = LGCCompressor(pattern, alpha=0.01, full_steps=1, train_steps=2, momentum=0)
+    pieces = count(lgc, SHAPES, ranks, steps=4).pieces
+    assert pieces["layers sent whole"] == [4 * 8 * 3 * 3 * 3] * ranks
+    assert pieces["last layer's values"] == [4 * 51] * ranks
+    selected = 328  # 1 % of the body
+    code = 4 * 4 * -(-selected // 16)
+    if pattern == "ring_allreduce":
+        assert pieces["code"] == [code] * ranks
+        assert sorted(size > 0 for size in pieces["signs"]) == [False] * (ranks - 1) + [True]
+    else:
+        assert pieces["code"] == [0, code, *[0] * (ranks - 2)]
+        assert pieces["innovation's values"] == [4 * 33] * ranks
+        assert pieces[sizes.ANSWER][0] > 0 == sum(pieces[sizes.ANSWER][1:])
+
+
+@pytest.mark.parametrize("pattern", ["ring_allreduce", "parameter_server"])
+def test_tensors_without_data_send_as_many_bytes_as_others(pattern):
+    lgc = LGCCompressor(pattern, alpha=0.01, full_steps=1, train_steps=2, momentum=0)
+    steps = count(lgc, SHAPES, 2, steps=4).steps
+    totals = [[0, 0] for _ in steps]
+    for method, layout in plan(lgc, [(*layer, "float32") for layer in SHAPES], 1 << 20, ranks=2):
+        world = World(method, TorchOps(), layout, 2)
+        ledgers = [Ledger(), Ledger()]
+        for runner, ledger in zip(world._runners, ledgers):
+            runner.traffic = ledger
+        for number, total in enumerate(totals):
+            if number == 3 and method.whole_model:  # two steps teach an autoencoder nothing
+                world.states = [
+                    method.rehearsed(world.ops, layout, state, number) for state in world.states
+                ]
+            before = [ledger.bytes_sent for ledger in ledgers]
+            world.step([torch.randn(layout.size) for _ in range(2)])
+            sent = [ledger.bytes_sent - start for ledger, start in zip(ledgers, before)]
+            total[:] = map(sum, zip(total, sent))
+    assert totals == steps
+
+
+def test_each_case_is_counted_and_named_by_its_paper():
+    counted = Sizes(ROOT / papers.FOLDER)
+    assert {case.key for case in CASES} == {*PRINTED}
+    for case in CASES:
+        row = counted[case.key]
+        assert row is not None, f'run make papers ARGS="--parts bytes --rows {case.key}"'
+        assert [sum(rank) for rank in zip(*row["pieces"].values())] == row["steps"][-1]
+        assert len(row["steps"][-1]) == case.ranks
+        part, key = PRINTED[case.key].small
+        assert not key or PARTS[part].row(key)
+    for key in ("ring-2", "server-2", "scalecom-8-percent", "egc-4", "variance-cifar-sgd-latest"):
+        case = next(case for case in CASES if case.key == key)
+        result = measure(case)
+        assert {name: counted[key][name] for name in result} == result, "count it --again"
+    expected = {"ResNet-50": 25_557_032, "ResNet-101, 10 classes": 42_520_650}
+    for one in compare(counted):
+        assert one.row["parameters"] == expected.get(one.case.network, one.row["parameters"])
+
+
+def test_a_difference_has_a_reason():
+    """A ratio beyond the factor, in which we send more, has bytes and a sentence on the page."""
+    for one in compare(Sizes(ROOT / papers.FOLDER)):
+        if one.pairs and one.differs:
+            assert one.printed.why, one.case.key
+
+
+def test_counts_whose_settings_have_changed_are_not_shown(tmp_path):
+    counted = Sizes(tmp_path)
+    assert section([], counted) == ""
+    case = CASES[0]
+    row = {"parameters": 100, "vectors": 0, "steps": [[4, 4]], "pieces": {"code": [4, 4]}}
+    counted.add(case, row)
+    assert Sizes(tmp_path).of_workers(case.key) == (100.0,)
+    text = section([], Sizes(tmp_path))
+    assert f"1 of {len(CASES)} rows were counted" in text and "| 100x | 100x |" in text
+    old = counted.path.read_text().replace('"ranks": 2', '"ranks": 3')
+    counted.path.write_text(old)
+    assert Sizes(tmp_path)[case.key] is None
+
+
+def test_bytes_are_counted_once(monkeypatch, capsys, tmp_path):
+    row = {"parameters": 100, "vectors": 0, "steps": [[4, 4]], "pieces": {"code": [4, 4]}}
+    calls = []
+    monkeypatch.setattr(papers, "measure", lambda case: calls.append(case.key) or row)
+    monkeypatch.setattr(papers.data, "install", lambda folder: None)
+    words = ["--folder", str(tmp_path), "--parts", "bytes", "--rows", "ring-2,dgc-8"]
+    assert call(monkeypatch, *words, "--ranks", "2") == 0
+    assert call(monkeypatch, *words) == 0
+    assert calls == ["ring-2", "dgc-8"]
+    assert "## Bytes at the papers' sizes" in (tmp_path / "papers.md").read_text()
+    assert call(monkeypatch, "--list", "--folder", str(tmp_path), "--parts", "bytes") == 0
+    assert f"{len(CASES)} rows, 2 of them counted" in capsys.readouterr().out
