@@ -42,7 +42,7 @@ WORDS = {
 MOMENTA = "../fewer-exchanges.md#momenta-instead-of-gradients"
 ANY, SGD, PLAIN_SGD, ADAM = "any", "SGD", "SGD without momentum", "Adam rather than SGD"
 SPARSE = f"SGD; with Adam, [momenta]({MOMENTA})"
-TAKES_OVER = "SGD, whose momentum it takes over; another with `momentum=0`"
+TAKES_OVER = "SGD, whose momentum it takes over"
 
 
 class Method(NamedTuple):
@@ -368,7 +368,7 @@ def table() -> str:
     lines = [heads, ["--:" if head in right else "---" for head in heads]]
     lines += [
         [
-            f"[`{method.code}`]({method.page})",
+            f"[`{method.code.replace('Compressor(', '(')}`]({method.page})",
             method.travels,
             kinds(method),
             *(_ratio(method, ranks) for ranks in HOSTS),
