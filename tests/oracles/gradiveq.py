@@ -26,7 +26,7 @@ class GradiVeQ:
         ranks,
         *,
         slice_size=None,
-        max_slice=1024,
+        max_slice=4096,
         loss_threshold=None,
         ratio=None,
         reuse=None,
@@ -110,27 +110,24 @@ class GradiVeQ:
         size = int(np.prod(shape))
         if self.slice_size is not None:
             return min(self.slice_size, size)
-        if size > F * D and self.max_slice >= F * D:
-            length = F * D
-        else:
-            longest = min(self.max_slice, size)
-            length = longest // F * F or longest
-        best = shortest = None
-        while length > 0:  # shorter slices, of which there are more, until samples are enough
-            count = -(-size // length)
-            if self.sample_steps * self.sharing(count) > self.wanted(length):
-                best = best or length
-                if count * length <= 1.05 * size:  # and few zeros are needed to fill the last one
-                    return length
-            shortest, length = length, length - F
-        return best or shortest
+        longest = self.max_slice if self.max_slice >= F * D else max(1, self.max_slice // 4)
+        equal = [n for n in range(1, size + 1) if size % n == 0]  # parts of the layer
+        whole = [n for n in equal if n % (F * D) == 0]  # positions of the kernel
+        deep = [n for n in equal if n % F == 0 and (F * D) % n == 0]  # equal parts of the depth
+        few = [n for n in equal if F % n == 0]  # of the filters
+        for length in sorted({*whole, *deep, *few}, reverse=True):
+            samples = self.sample_steps * self.sharing(size // length)
+            enough = max(1, int(length / (8 if self.ratio is None else self.ratio)))
+            if length <= longest and samples > enough:
+                return length
+        return 1
 
     def sharing(self, slices):
         """How many slices have one compressor."""
         return slices if self.reuse is None else min(self.reuse, slices)
 
     def wanted(self, K):
-        """Dimensions that samples shall be enough for."""
+        """Dimensions that a step records slices for."""
         return max(1, int(K / (4 if self.ratio is None else self.ratio)))
 
     def slices(self, layer, g):

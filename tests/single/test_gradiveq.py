@@ -81,7 +81,8 @@ CASES = {
     "feedback": {"ratio": 4, "feedback": True},
     "reuse": {"ratio": 3, "reuse": 2, "slice_size": 20},
     "drift": {"ratio": 8, "resample_loss": 0.5},
-    "large slices": {"ratio": 4, "max_slice": 20},
+    "parts of blocks": {"ratio": 4, "max_slice": 64},
+    "parts of filters": {"ratio": 4, "max_slice": 20},
 }
 
 
@@ -451,6 +452,40 @@ def test_the_ratio_that_was_asked_for_is_done(ratio):
         assert f"ask for sample_steps={steps}, a smaller slice_size=" in line
         enough = GradiVeQCompressor(ratio=ratio, slice_size=1024, sample_steps=steps, reuse=1)
         assert enough.slicing.slices(layout)[0].max_dimensions == 1024 // ratio
+
+
+EXTENTS = st.integers(1, 40) | st.sampled_from([64, 96, 128, 256, 509, 512])
+
+
+@given(
+    shape=st.tuples(EXTENTS, EXTENTS, st.integers(1, 7), st.integers(1, 7)),
+    max_slice=st.sampled_from([1, 100, 1024, 2048, 4096]),
+    chosen=st.sampled_from([{"ratio": 1}, {"ratio": 8}, {"ratio": 32}, {"loss_threshold": 0.1}]),
+    reuse=st.sampled_from([None, 1, 4]),
+    sample_steps=st.sampled_from([2, 25, 100]),
+)
+@settings(deadline=None)
+def test_slices_end_with_blocks_of_filters_by_depth(shape, max_slice, chosen, reuse, sample_steps):
+    """Whole blocks, or equal parts of one: slices never straddle the end of a block."""
+    compressor = GradiVeQCompressor(
+        max_slice=max_slice, reuse=reuse, sample_steps=sample_steps, **chosen
+    )
+    cut = compressor.slicing.slices_of(shape, filters_last=False)
+    filters, depth, height, width = shape
+    block, places = filters * depth, height * width
+    assert cut.length <= (max_slice if block <= max_slice else max(1, max_slice // 4))
+    assert cut.slices * cut.length == cut.size, "no zeros are projected"
+    if cut.length >= block:
+        assert cut.length % block == 0 and places % (cut.length // block) == 0
+    elif cut.length >= filters:
+        assert cut.length % filters == 0 and block % cut.length == 0
+    else:
+        assert filters % cut.length == 0
+    enough = sample_steps * min(reuse or places, places) > block // chosen.get("ratio", 8)
+    if block <= max_slice and enough:
+        assert cut.length >= block
+    if "ratio" in chosen:
+        assert cut.max_dimensions == max(1, cut.length // chosen["ratio"])
 
 
 def test_samples_come_from_all_slices():

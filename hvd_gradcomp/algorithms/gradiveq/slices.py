@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -12,8 +12,9 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 _SAMPLES = 3  # for each dimension, if there are enough slices
-_FILLED = 1.05  # limit of the padded size: the last slice's zeros are projected too
 _LEAST_RATIO = 4  # smallest ratio that a loss_threshold may choose with few sampling steps
+_USUAL_RATIO = 8  # that a loss_threshold arrives at in the paper
+_PART = 4  # parts of blocks that are too long are shorter by this: other inputs have other bases
 
 
 class Slices(NamedTuple):
@@ -128,22 +129,19 @@ class Slicing:
         return Slices(start, size, shape, order, length, count, reuse, rows, max_dimensions)
 
     def _length(self, filters: int, depth: int, size: int) -> int:
-        """Return the length of a layer's slices."""
+        """Return the length of a layer's slices: the longest that has enough samples."""
         if self.slice_size is not None or not size:
             return max(1, min(self.slice_size or 1, size))
-        longest = min(self.max_slice, size)
-        if filters * depth < size and filters * depth <= longest:
-            longest = filters * depth
-        elif filters <= longest:
-            longest = longest // filters * filters
-        lengths = range(longest, 0, -min(filters, longest))
-        enough = [n for n in lengths if self._samples(-(-size // n)) > self.min_components(n)]
-        full = [n for n in enough if -(-size // n) * n <= _FILLED * size]
-        return (full or enough or lengths[-1:])[0]
+        block, longest = filters * depth, self.max_slice
+        if block > longest:
+            longest = max(1, longest // _PART)
+        lengths = (n for n in _aligned(filters, depth, size // block) if n <= longest)
+        return next((n for n in lengths if self._suffices(size // n, n)), 1)
 
-    def _samples(self, slices: int) -> int:
-        """Return the maximum number of samples of a basis in a cycle."""
-        return self.sample_steps * min(self.reuse or slices, slices)
+    def _suffices(self, slices: int, length: int) -> bool:
+        """Return True if a cycle has enough samples for a basis of slices of this length."""
+        samples = self.sample_steps * min(self.reuse or slices, slices)
+        return samples > max(1, int(length / (self.ratio or _USUAL_RATIO)))
 
     def coefficient_bytes(self, layout: Layout, dimensions: Sequence[int] | None = None) -> int:
         """Return the bytes that a rank hands to the allreduce of a compressed step.
@@ -161,6 +159,18 @@ class Slicing:
         """Return the bytes of the broadcast at the end of a sampling phase."""
         sizes = sizes_of(self.slices(layout))
         return 4 * (sizes.basis + sizes.offset + sizes.groups)
+
+
+def _aligned(filters: int, depth: int, places: int) -> Iterator[int]:
+    """Yield the lengths that divide a layer into slices of the same structure, longest first.
+
+    A slice is one block of `filters * depth` elements or several, or an equal part of a block along
+    its depth, or of its filters. No slice has the end of a block inside it, or needs padding.
+    """
+    for unit, count in ((filters * depth, places), (filters, depth), (1, filters)):
+        for n in range(count, 0, -1):
+            if count % n == 0:
+                yield n * unit
 
 
 @lru_cache(maxsize=256)
