@@ -214,7 +214,7 @@ def costs_of(shape: tuple[int, ...], options: dict[str, int]) -> Row:
     bases = Bases(options, [Layout(("layer",), (shape,), block=1)])
     (layout,), (state,) = bases.layouts, bases.states
     generator = torch.Generator().manual_seed(1)
-    noise = torch.randn(state.samples.shape[0], generator=generator)
+    noise = torch.rand(state.samples.shape[0], generator=generator)
     bases.states = [state._replace(samples=noise)]
     bases.learn()
     (cut,) = bases.compressor.slicing.slices(layout)
@@ -225,6 +225,7 @@ def costs_of(shape: tuple[int, ...], options: dict[str, int]) -> Row:
         "options": options,
         "length": cut.length,
         "dimensions": cut.max_dimensions,
+        "bases": cut.groups,
         "samples": samples,
         "step_ms": bases.step_ms([gradient]),
         **bases.costs(),
@@ -255,13 +256,13 @@ def _of_network(run: Row) -> str:
 
 
 def _of_layers(rows: Sequence[Row]) -> str:
-    heads = ["layer", "setting", "slice", "d", "samples", "state, MB", "making it, s"]
-    heads += ["encode and decode, ms"]
+    heads = ["layer", "setting", "slice", "bases", "d", "samples of each", "state, MB"]
+    heads += ["making them, s", "encode and decode, ms"]
     cells = []
     for row in rows:
         setting = ", ".join(f"`{name}={value}`" for name, value in row["options"].items())
         cells.append([str(row["shape"]), setting or DEFAULT, f"{row['length']:,}"])
-        cells[-1] += [f"{row[key]:,}" for key in ("dimensions", "samples")]
+        cells[-1] += [f"{row[key]:,}" for key in ("bases", "dimensions", "samples")]
         cells[-1] += [f"{row['state_mb']:.1f}", f"{row['learn_s']:.2f}", f"{row['step_ms']:.1f}"]
     return _markdown(heads, cells)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import projection as measurement
 from hvd_gradcomp import (
     DGCCompressor,
     FP16Compressor,
@@ -24,6 +27,7 @@ from hvd_gradcomp import (
     partition,
 )
 from hvd_gradcomp.algorithms.gradiveq import projection
+from hvd_gradcomp.cli.options import usual
 from hvd_gradcomp.core.layers import Weight, convolves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.method.compressor import leaves
@@ -36,6 +40,7 @@ from hvd_gradcomp.testing import World
 from tests.oracles.gradiveq import GradiVeQ
 from tests.single.older import compiles_whole, normalizes_weights
 
+ROOT = Path(__file__).resolve().parents[2]
 SHAPES = ((8, 4, 3, 3), (16, 8, 3), (5, 3, 1, 1))
 RANKS = 3
 SHORT = {"warmup_steps": 2, "sample_steps": 6, "compress_steps": 7}
@@ -486,6 +491,11 @@ def test_slices_end_with_blocks_of_filters_by_depth(shape, max_slice, chosen, re
         assert cut.length >= block
     if "ratio" in chosen:
         assert cut.max_dimensions == max(1, cut.length // chosen["ratio"])
+    if reuse is None and cut.groups > 1:
+        assert cut.length < block and places > 1 and cut.slices % cut.groups == 0
+        assert cut.groups <= 16
+        dimension = cut.length / chosen.get("ratio", 4)
+        assert 4 * cut.groups * cut.length * int(dimension) <= max_slice**2 / 4
 
 
 def test_samples_come_from_all_slices():
@@ -509,7 +519,9 @@ def test_samples_come_from_all_slices():
 
 def test_each_sample_counts_alike_whatever_its_energy():
     """One step with a gradient 1,000 times as large does not take all of the basis."""
-    compressor = GradiVeQCompressor(ratio=32, warmup_steps=0, sample_steps=10, compress_steps=4)
+    compressor = GradiVeQCompressor(
+        ratio=32, max_slice=64, warmup_steps=0, sample_steps=10, compress_steps=4
+    )
     layout = layout_of(compressor, ((16, 4, 3, 3),))
     random = np.random.default_rng(1)
     usual, other = random.standard_normal((2, 2, 64))
@@ -618,3 +630,18 @@ def test_keras_knows_what_its_layers_are():
     kernels = [name for name, *_ in filter(convolves, layers)]
     assert len([shape for _, shape, _ in layers if len(shape) > 2]) == 7
     assert len(kernels) == 2 and kernels[0] == "features/kernel", kernels
+
+
+def test_the_page_has_the_tables_of_the_measurement():
+    page = (ROOT / measurement.PAGE).read_text()
+    result = json.loads((ROOT / "docs/measured/projection.json").read_text())
+    assert measurement.with_tables(page, result) == page
+
+
+def test_what_is_recommended_is_what_was_measured():
+    """The defaults, at the ratio that `which.md` and the page name, and of the papers' rows."""
+    advised = "GradiVeQCompressor(ratio=8)"
+    assert measurement.SETTINGS[measurement.DEFAULT] == {} and measurement.RATIO == 8
+    assert usual()["gradiveq"] == GradiVeQCompressor(ratio=8)
+    for page in ("docs/which.md", "docs/algorithms/gradiveq.md"):
+        assert f"`{advised}`" in (ROOT / page).read_text()

@@ -56,7 +56,8 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
         slice_size: elements of a slice. None takes blocks of `filters * depth` elements, as the
             paper does: as many as divide the kernel's positions, make at most `max_slice` elements,
             and leave more samples than a basis has dimensions. Where one block is too long for
-            that, a slice is an equal part of it, of whole filters if possible. Nothing is padded.
+            that, a slice is an equal part of it along the depth, or of the filters at one depth.
+            Nothing is padded.
         max_slice: the longest slice; blocks that are longer are cut into parts of at most a quarter
             of it. Larger finds more correlation and costs more: time grows linearly, state with the
             square: at a ratio of 8 64 by 64 filters take 8 MB for the basis and 15 MB for samples.
@@ -68,7 +69,10 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
         ratio: fixes `d = max(1, length // ratio)` instead; at least 1. Larger sends less. If
             `slice_size` or `reuse` leave too few samples, `d` is one less than their number, and a
             warning at the first step says so.
-        reuse: slices that share a basis; None for one basis a layer.
+        reuse: slices that share a basis. None for one basis a layer, or where blocks are cut, for
+            one for each part of a block: slices at the same filters and inputs share it, whatever
+            their position in the kernel. Parts beside each other share one where a layer would
+            have more than 16, or these would take more than `max_slice**2 / 4` bytes.
         warmup_steps: steps before the first cycle, at least 0.
         sample_steps: sampling steps of a cycle, at least 2.
         compress_steps: compressed steps of a cycle, at least 1. More: fewer bytes and older bases.

@@ -14,6 +14,7 @@ from hvd_gradcomp.ops import Ops, Tensor
 _SAMPLES = 3  # for each dimension, if there are enough slices
 _LEAST_RATIO = 4  # smallest ratio that a loss_threshold may choose with few sampling steps
 _USUAL_RATIO = 8  # that a loss_threshold arrives at in the paper
+_BASES = 16  # of a layer whose blocks are cut: each is a product of its own
 _PART = 4  # parts of blocks that are too long are shorter by this: other inputs have other bases
 
 
@@ -123,10 +124,28 @@ class Slicing:
         depth = shape[order[-2]] if len(shape) > 1 else 1
         length = self._length(filters, depth, size)
         count = -(-size // length)
-        reuse = max(1, min(self.reuse or count, count))
+        parts = 1 if self.slice_size is not None else max(1, filters * depth // length)
+        reuse = max(1, min(self.reuse or self._sharing(length, count, parts), count))
+        if parts > 1 and reuse < count:
+            shape, order = _part_by_part(shape, order, length)
         rows = self._rows(length, reuse)
         max_dimensions = self._max_dimensions(length, rows)
         return Slices(start, size, shape, order, length, count, reuse, rows, max_dimensions)
+
+    def _sharing(self, length: int, count: int, parts: int) -> int:
+        """Return the number of slices that share a basis if the user has not said.
+
+        Slices of the same part of a block, at all positions of the kernel, have the same filters
+        and inputs. They get a basis of their own, or with parts beside them, if there are samples
+        enough, and memory.
+        """
+        places, dimension = count // parts, self.min_components(length)
+        for together in (n for n in range(1, parts) if parts % n == 0 and places > 1):
+            bases = parts // together
+            few = bases <= _BASES and 16 * bases * length * dimension <= self.max_slice**2
+            if few and self.sample_steps * places * together > _SAMPLES * dimension:
+                return places * together
+        return count
 
     def _length(self, filters: int, depth: int, size: int) -> int:
         """Return the length of a layer's slices: the longest that has enough samples."""
@@ -171,6 +190,23 @@ def _aligned(filters: int, depth: int, places: int) -> Iterator[int]:
         for n in range(count, 0, -1):
             if count % n == 0:
                 yield n * unit
+
+
+def _part_by_part(
+    shape: tuple[int, ...], order: tuple[int, ...], length: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and order in which slices of the same part of a block are neighbours.
+
+    The axis that slices cut, of the depth or of the filters, becomes two.
+    """
+    filters, depth = order[-1], order[-2:][0]
+    columns = length // shape[filters]  # of all filters; 0 if the filters are cut
+    cut, inner = (depth, columns) if columns else (filters, length)
+    shape = (*shape[:cut], shape[cut] // inner, inner, *shape[cut + 1 :])
+    moved = [axis + (axis > cut) for axis in order]
+    if columns:
+        return shape, (cut, *moved[:-2], cut + 1, moved[-1])
+    return shape, (*moved[-2:-1], cut, *moved[:-2], cut + 1)
 
 
 @lru_cache(maxsize=256)
