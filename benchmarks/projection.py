@@ -1,7 +1,7 @@
 """Measures the energy that GradiVeQ leaves out of real gradients, and what its bases cost.
 
     python -m benchmarks.projection --json docs/measured/projection.json
-    python -m benchmarks.projection --networks digits clothes
+    python -m benchmarks.projection --parts digits layers --json docs/measured/projection.json
     python -m benchmarks.projection --show docs/measured/projection.json    # into its page
 
 Two ranks of 32 images train in one process, without compression: bases are judged and not used. All
@@ -278,14 +278,24 @@ def with_tables(page: str, result: dict[str, list[Row]]) -> str:
     return f"{head}{BEGIN}\n\n{tables(result)}\n{END}{rest.partition(END)[2]}"
 
 
+def _keep(path: Path, result: dict[str, list[Row]]) -> None:
+    """Write a part's result beside those of the other parts."""
+    kept = json.loads(path.read_text()) if path.exists() else {"networks": [], "layers": []}
+    networks = {run["network"]: run for run in kept["networks"] + result["networks"]}
+    kept["networks"] = [networks[name] for name in NETWORKS if name in networks]
+    kept["layers"] = result["layers"] or kept["layers"]
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.projection", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--networks", nargs="*", default=[*NETWORKS], choices=[*NETWORKS])
+    parts = [*NETWORKS, "layers"]
+    parser.add_argument("--parts", nargs="*", default=parts, choices=parts)
     parser.add_argument("--settings", nargs="*", default=[*SETTINGS], choices=[*SETTINGS])
-    parser.add_argument("--warmup", type=int, default=100, help="steps before all that samples")
+    parser.add_argument("--warmup", type=int, default=200, help="steps before all that samples")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="where the result goes")
+    parser.add_argument("--json", type=Path, help="where the result goes; other parts there stay")
     parser.add_argument("--show", type=Path, help="write a result into the page, measure nothing")
     options = parser.parse_args()
     if options.show:
@@ -295,14 +305,15 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     settings = {title: SETTINGS[title] for title in options.settings}
-    result: dict[str, list[Row]] = {"networks": [], "layers": []}
-    for name in options.networks:
-        result["networks"].append(measured(name, options.warmup, options.seed, settings))
-        print(tables({"networks": result["networks"][-1:], "layers": []}), flush=True)
-    result["layers"] = [costs_of(shape, chosen) for shape, chosen in LAYERS]
-    print(tables({"networks": [], "layers": result["layers"]}))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    for part in options.parts:
+        if part == "layers":
+            result = {"networks": [], "layers": [costs_of(*layer) for layer in LAYERS]}
+        else:
+            run = measured(part, options.warmup, options.seed, settings)
+            result = {"networks": [run], "layers": []}
+        print(tables(result), flush=True)
+        if options.json:
+            _keep(options.json, result)
 
 
 if __name__ == "__main__":
