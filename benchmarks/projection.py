@@ -2,6 +2,7 @@
 
     python -m benchmarks.projection --json docs/measured/projection.json
     python -m benchmarks.projection --parts digits layers --json docs/measured/projection.json
+    python -m benchmarks.projection --before OTHER --json docs/measured/projection.json
     python -m benchmarks.projection --show docs/measured/projection.json    # into its page
 
 Two ranks of 32 images train in one process, without compression: bases are judged and not used. All
@@ -12,6 +13,8 @@ the 50 steps up to an age: of the mean gradient, which all ranks decode, and of 
 which `compression_stats` reports. Times are of one core: encode and decode of a step, and all bases
 of a cycle once. State is what a rank keeps of all convolutions: bases, and their samples.
 
+With `--before` only the defaults of another checkout are measured, by this script.
+
 Last come single layers of VGG-16 with noise for gradients: what a basis takes where a block of
 filters by depth has up to 16,384 elements.
 """
@@ -20,7 +23,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -42,10 +48,9 @@ from hvd_gradcomp.ops.torch import TorchOps
 
 RANKS, BATCH, RATIO = 2, 32, 8
 AGES = {"young": range(5, 51, 5), "old": range(355, 401, 5)}  # of a basis, in steps
-DEFAULT, BEFORE = "default", "1,024 elements, 25 steps"
+DEFAULT, BEFORE = "default", "default before"
 SETTINGS: dict[str, dict[str, int]] = {
     DEFAULT: {},
-    BEFORE: {"max_slice": 1024, "sample_steps": 25},
     **{
         f"{longest:,} elements, {steps} steps": {"max_slice": longest, "sample_steps": steps}
         for longest, steps in ((1024, 100), (4096, 25), (4096, 50), (4096, 200), (16384, 100))
@@ -182,10 +187,10 @@ def measured(name: str, warmup: int, seed: int, settings: dict[str, dict[str, in
     layers = [(n, p) for n, p in training.model.named_parameters() if p.dim() > 2]
     layouts = [Layout((n,), (tuple(p.shape),), block=1) for n, p in layers]
     every = {title: Bases(options, layouts) for title, options in settings.items()}
-    samples = max(bases.compressor.sample_steps for bases in every.values())
+    samples = max(200, *(bases.compressor.sample_steps for bases in every.values()))
     rows: dict[str, Row] = {title: {} for title in every}
     looks: dict[tuple[str, str], list[torch.Tensor]] = {}
-    for step, (means, own) in enumerate(steps_of(training, seed)):
+    for step, (means, of_first) in enumerate(steps_of(training, seed)):
         age = step - warmup - samples + 1
         if age > max(max(ages) for ages in AGES.values()):
             break
@@ -198,7 +203,7 @@ def measured(name: str, warmup: int, seed: int, settings: dict[str, dict[str, in
             for when, ages in AGES.items():
                 if age in ages:
                     looks.setdefault((title, when), []).append(bases.energies(means))
-                    looks.setdefault((title, f"{when}, own"), []).append(bases.energies(own))
+                    looks.setdefault((title, f"{when}, own"), []).append(bases.energies(of_first))
     for (title, when), energies in looks.items():
         of_layers = torch.stack(energies)  # [looks, layers, 2]
         total = of_layers.sum(1)
@@ -281,7 +286,13 @@ def with_tables(page: str, result: dict[str, list[Row]]) -> str:
 def _keep(path: Path, result: dict[str, list[Row]]) -> None:
     """Write a part's result beside those of the other parts."""
     kept = json.loads(path.read_text()) if path.exists() else {"networks": [], "layers": []}
-    networks = {run["network"]: run for run in kept["networks"] + result["networks"]}
+    networks = {run["network"]: run for run in kept["networks"]}
+    for run in result["networks"]:
+        older = networks.get(run["network"], {"rows": {}})["rows"]
+        rows = {**older, **run["rows"]}
+        order = [DEFAULT, BEFORE, *SETTINGS]
+        run["rows"] = {title: rows[title] for title in dict.fromkeys(order) if title in rows}
+        networks[run["network"]] = run
     kept["networks"] = [networks[name] for name in NETWORKS if name in networks]
     kept["layers"] = result["layers"] or kept["layers"]
     path.write_text(json.dumps(kept, indent=1) + "\n")
@@ -293,7 +304,9 @@ def main() -> None:
     parts = [*NETWORKS, "layers"]
     parser.add_argument("--parts", nargs="*", default=parts, choices=parts)
     parser.add_argument("--settings", nargs="*", default=[*SETTINGS], choices=[*SETTINGS])
+    parser.add_argument("--title", help=argparse.SUPPRESS)  # of the only setting
     parser.add_argument("--warmup", type=int, default=200, help="steps before all that samples")
+    parser.add_argument("--before", type=Path, help="another checkout, with its kernels built")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="where the result goes; other parts there stay")
     parser.add_argument("--show", type=Path, help="write a result into the page, measure nothing")
@@ -303,6 +316,14 @@ def main() -> None:
         PAGE.write_text(with_tables(PAGE.read_text(), result))
         print(tables(result))
         return
+    if options.before:
+        folder = options.before.resolve()
+        words = [sys.executable, __file__, "--settings", DEFAULT, "--title", BEFORE]
+        words += ["--parts", *(part for part in options.parts if part in NETWORKS)]
+        words += ["--warmup", str(options.warmup), "--seed", str(options.seed)]
+        words += ["--json", str(options.json.resolve())] if options.json else []
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        sys.exit(subprocess.run(words, cwd=folder, env=environment).returncode)
     torch.set_num_threads(1)
     settings = {title: SETTINGS[title] for title in options.settings}
     for part in options.parts:
@@ -310,6 +331,7 @@ def main() -> None:
             result = {"networks": [], "layers": [costs_of(*layer) for layer in LAYERS]}
         else:
             run = measured(part, options.warmup, options.seed, settings)
+            run["rows"] = {options.title or title: row for title, row in run["rows"].items()}
             result = {"networks": [run], "layers": []}
         print(tables(result), flush=True)
         if options.json:
