@@ -42,7 +42,7 @@ BUCKET_BYTES = 25 << 20  # as the PyTorch frontend
 
 def gradiveq(ops: TorchOps, layers: Any) -> dict[str, Callable[[], Any]]:
     """Encode, decode, and their matrix products, of all convolutions."""
-    compressor = GradiVeQCompressor(ratio=8, sample_steps=200)
+    compressor = GradiVeQCompressor(ratio=8)
     buckets = []
     for one, layout in plan(compressor, layers, BUCKET_BYTES):
         if isinstance(one, GradiVeQCompressor):

@@ -244,7 +244,7 @@ def projection(path):
     """GradiVeQ: energy of the components, one slice and what its coefficients give back."""
     samples, compressed = 40, 60
     compressor = GradiVeQCompressor(
-        ratio=8, warmup_steps=20, sample_steps=samples, compress_steps=compressed
+        ratio=8, max_slice=256, warmup_steps=20, sample_steps=samples, compress_steps=compressed
     )
     gradients = [ranks[0][0] for ranks in digits_gradients(20 + samples + compressed)]
     shape = tuple(gradients[0].shape)

@@ -79,8 +79,12 @@ def arguments(description: str) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--full-steps", type=int, default=200, help="before anything is left out")
     parser.add_argument("--train-steps", type=int, default=300, help="of LGC's autoencoder")
-    parser.add_argument("--sample-steps", type=int, default=25, help="of GradiVeQ")
-    parser.add_argument("--compress-steps", type=int, default=100, help="of GradiVeQ")
+    parser.add_argument(
+        "--sample-steps", type=int, default=GradiVeQCompressor.sample_steps, help="of GradiVeQ"
+    )
+    parser.add_argument(
+        "--compress-steps", type=int, default=GradiVeQCompressor.compress_steps, help="of GradiVeQ"
+    )
     parser.add_argument("--batch-size", type=int, default=32, help="a rank")
     parser.add_argument("--learning-rate", type=float, default=0.02, help="of SGD, momentum 0.9")
     parser.add_argument("--seeds", type=int, default=1)

@@ -84,7 +84,7 @@ def usual(scale: float = 1.0) -> dict[str, Compressor]:
         "ef-signsgd": hvd_gradcomp.EFSignSGDCompressor(),
         "signum": hvd_gradcomp.SignumCompressor(),
         "natural": hvd_gradcomp.NaturalCompressor(),
-        "gradiveq": hvd_gradcomp.GradiVeQCompressor(ratio=8, sample_steps=200),
+        "gradiveq": hvd_gradcomp.GradiVeQCompressor(ratio=8),
         "lgc": hvd_gradcomp.LGCCompressor("ring_allreduce"),
         "lgc-server": hvd_gradcomp.LGCCompressor("parameter_server"),
     }

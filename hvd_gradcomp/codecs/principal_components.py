@@ -14,17 +14,26 @@ class Components(NamedTuple):
 
     mean: Tensor  # float64 [m]
     vectors: Tensor  # float64 [m, n] orthonormal columns; zeros for components without energy
-    energy: Tensor  # float64 [n] ascending; their sum is the variance of the samples
+    energy: Tensor  # float64 [n] ascending; their sum is the variance that they hold
 
 
-def components(ops: Ops, samples: Tensor, weights: Tensor | None = None) -> Components:
-    """Return all `n = min(count, m)` components of samples.
+def components(
+    ops: Ops, samples: Tensor, weights: Tensor | None = None, limit: int | None = None
+) -> Components:
+    """Return the `n` strongest components of samples.
+
+    Fewer samples than elements never make a matrix [m, m]: their inner products, [count, count],
+    have the same eigenvalues, and the eigenvectors are the mixtures of samples that make the
+    components.
 
     Args:
         samples: float32 [count, m].
         weights: float64 [count], not negative; None for equal weights.
+        limit: how many; None, or more than there are, for all `min(count, m)`.
     """
     count, length = samples.shape
+    rank = min(count, length)
+    first = rank - min(rank if limit is None else limit, rank)
     x = ops.cast(samples, "float64")
     if weights is None:
         weights = ops.full((count,), 1.0 / count, "float64")
@@ -37,12 +46,12 @@ def components(ops: Ops, samples: Tensor, weights: Tensor | None = None) -> Comp
     across = ops.transpose(x, (1, 0))
     if count >= length:
         energy, vectors = ops.eigh(ops.matmul(across, x))
-        energy = ops.maximum(energy, 0.0)
+        energy, vectors = ops.maximum(energy[first:], 0.0), vectors[:, first:]
         used = energy > energy[-1:] * _RANK
         vectors = ops.where(used, vectors, 0.0)
-    else:  # from the inner products of samples: a smaller matrix
+    else:
         energy, mixtures = ops.eigh(ops.matmul(x, across))
-        energy = ops.maximum(energy, 0.0)
+        energy, mixtures = ops.maximum(energy[first:], 0.0), mixtures[:, first:]
         used = energy > energy[-1:] * _RANK
         norm = ops.sqrt(ops.where(used, energy, 1.0))
         vectors = ops.matmul(across, ops.where(used, mixtures / norm, 0.0))

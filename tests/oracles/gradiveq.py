@@ -26,7 +26,7 @@ class GradiVeQ:
         ranks,
         *,
         slice_size=None,
-        max_slice=1024,
+        max_slice=4096,
         loss_threshold=None,
         ratio=None,
         reuse=None,
@@ -110,46 +110,73 @@ class GradiVeQ:
         size = int(np.prod(shape))
         if self.slice_size is not None:
             return min(self.slice_size, size)
-        if size > F * D and self.max_slice >= F * D:
-            length = F * D
-        else:
-            longest = min(self.max_slice, size)
-            length = longest // F * F or longest
-        best = shortest = None
-        while length > 0:  # shorter slices, of which there are more, until samples are enough
-            count = -(-size // length)
-            if self.sample_steps * self.sharing(count) > self.wanted(length):
-                best = best or length
-                if count * length <= 1.05 * size:  # and few zeros are needed to fill the last one
-                    return length
-            shortest, length = length, length - F
-        return best or shortest
-
-    def sharing(self, slices):
-        """How many slices have one compressor."""
-        return slices if self.reuse is None else min(self.reuse, slices)
+        longest = self.max_slice if self.max_slice >= F * D else max(1, self.max_slice // 4)
+        equal = [n for n in range(1, size + 1) if size % n == 0]  # parts of the layer
+        whole = [n for n in equal if n % (F * D) == 0]  # positions of the kernel
+        deep = [n for n in equal if n % F == 0 and (F * D) % n == 0]  # equal parts of the depth
+        few = [n for n in equal if F % n == 0]  # of the filters
+        for length in sorted({*whole, *deep, *few}, reverse=True):
+            count = size // length
+            samples = self.sample_steps * min(self.reuse or count, count)
+            enough = max(1, int(length / (8 if self.ratio is None else self.ratio)))
+            if length <= longest and samples > enough:
+                return length
+        return 1
 
     def wanted(self, K):
-        """Dimensions that samples shall be enough for."""
+        """Dimensions that a step records slices for."""
         return max(1, int(K / (4 if self.ratio is None else self.ratio)))
 
     def slices(self, layer, g):
-        """The last one is filled up with zeros."""
+        """In the order in which they share compressors; the last one is filled up with zeros."""
         vector, K = self.flattened(g), self.length(layer)
         results = []
         for start in range(0, len(vector), K):
             s = np.zeros(K)
             s[: len(vector[start : start + K])] = vector[start : start + K]
             results.append(s)
-        return results
+        return [results[number] for number in self.order(layer)]
 
     def joined(self, layer, slices):
         size = int(np.prod(self.shapes[layer]))
-        return self.shaped(layer, np.concatenate(slices)[:size])
+        placed = [None] * len(slices)
+        for number, s in zip(self.order(layer), slices):
+            placed[number] = s
+        return self.shaped(layer, np.concatenate(placed)[:size])
 
-    def group(self, number):
+    def block(self, layer):
+        """Filters times depth."""
+        shape = self.shapes[layer]
+        filters_and_depth = shape[-2:] if self.filters_last else shape[:2]
+        return int(np.prod(filters_and_depth))
+
+    def order(self, layer):
+        """Numbers of the slices: part by part of a block, then by the kernel's positions."""
+        size, K = int(np.prod(self.shapes[layer])), self.length(layer)
+        parts = 1 if self.slice_size is not None else max(1, self.block(layer) // K)
+        count = -(-size // K)
+        if self.sharing(layer) == count:
+            return range(count)
+        return [number for part in range(parts) for number in range(part, count, parts)]
+
+    def sharing(self, layer):
+        """How many neighbours have one compressor."""
+        size, K = int(np.prod(self.shapes[layer])), self.length(layer)
+        count = -(-size // K)
+        if self.reuse is not None:
+            return min(self.reuse, count)
+        parts = 1 if self.slice_size is not None else max(1, self.block(layer) // K)
+        for compressors in range(min(parts, 16), 1, -1) if parts < count else ():
+            together = count // compressors
+            if parts % compressors or 16 * compressors * K * self.wanted(K) > self.max_slice**2:
+                continue
+            if self.sample_steps * together > 3 * self.wanted(K):
+                return together
+        return count
+
+    def group(self, layer, number):
         """Which compressor the slice of this number has."""
-        return 0 if self.reuse is None else number // self.reuse
+        return number // self.sharing(layer)
 
     # -- sampling ------------------------------------------------------------------------------
 
@@ -162,7 +189,7 @@ class GradiVeQ:
         for layer, mean in enumerate(means):
             members = {}
             for number, s in enumerate(self.slices(layer, mean)):
-                members.setdefault(self.group(number), []).append(s)
+                members.setdefault(self.group(layer, number), []).append(s)
             K, shared = self.length(layer), len(members[0])
             rows = min(shared, -(-(3 * self.wanted(K) + 1) // self.sample_steps))
             for group, slices in members.items():
@@ -233,7 +260,7 @@ class GradiVeQ:
             slices = [self.slices(layer, vector[rank][layer]) for rank in range(self.ranks)]
             decompressed, kept = [], [[] for _ in range(self.ranks)]
             for number in range(len(slices[0])):
-                mu, U = self.compressors[layer][self.group(number)]
+                mu, U = self.compressors[layer][self.group(layer, number)]
                 z = np.zeros(U.shape[1])
                 for rank in range(self.ranks):
                     s = slices[rank][number]

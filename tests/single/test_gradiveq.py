@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import projection as measurement
 from hvd_gradcomp import (
     DGCCompressor,
     FP16Compressor,
@@ -24,6 +27,7 @@ from hvd_gradcomp import (
     partition,
 )
 from hvd_gradcomp.algorithms.gradiveq import projection
+from hvd_gradcomp.cli.options import usual
 from hvd_gradcomp.core.layers import Weight, convolves
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.method.compressor import leaves
@@ -36,6 +40,7 @@ from hvd_gradcomp.testing import World
 from tests.oracles.gradiveq import GradiVeQ
 from tests.single.older import compiles_whole, normalizes_weights
 
+ROOT = Path(__file__).resolve().parents[2]
 SHAPES = ((8, 4, 3, 3), (16, 8, 3), (5, 3, 1, 1))
 RANKS = 3
 SHORT = {"warmup_steps": 2, "sample_steps": 6, "compress_steps": 7}
@@ -81,7 +86,8 @@ CASES = {
     "feedback": {"ratio": 4, "feedback": True},
     "reuse": {"ratio": 3, "reuse": 2, "slice_size": 20},
     "drift": {"ratio": 8, "resample_loss": 0.5},
-    "large slices": {"ratio": 4, "max_slice": 20},
+    "parts of blocks": {"ratio": 4, "max_slice": 64},
+    "parts of filters": {"ratio": 4, "max_slice": 20},
 }
 
 
@@ -453,6 +459,45 @@ def test_the_ratio_that_was_asked_for_is_done(ratio):
         assert enough.slicing.slices(layout)[0].max_dimensions == 1024 // ratio
 
 
+EXTENTS = st.integers(1, 40) | st.sampled_from([64, 96, 128, 256, 509, 512])
+
+
+@given(
+    shape=st.tuples(EXTENTS, EXTENTS, st.integers(1, 7), st.integers(1, 7)),
+    max_slice=st.sampled_from([1, 100, 1024, 2048, 4096]),
+    chosen=st.sampled_from([{"ratio": 1}, {"ratio": 8}, {"ratio": 32}, {"loss_threshold": 0.1}]),
+    reuse=st.sampled_from([None, 1, 4]),
+    sample_steps=st.sampled_from([2, 25, 100]),
+)
+@settings(deadline=None)
+def test_slices_end_with_blocks_of_filters_by_depth(shape, max_slice, chosen, reuse, sample_steps):
+    """Whole blocks, or equal parts of one: slices never straddle the end of a block."""
+    compressor = GradiVeQCompressor(
+        max_slice=max_slice, reuse=reuse, sample_steps=sample_steps, **chosen
+    )
+    cut = compressor.slicing.slices_of(shape, filters_last=False)
+    filters, depth, height, width = shape
+    block, places = filters * depth, height * width
+    assert cut.length <= (max_slice if block <= max_slice else max(1, max_slice // 4))
+    assert cut.slices * cut.length == cut.size, "no zeros are projected"
+    if cut.length >= block:
+        assert cut.length % block == 0 and places % (cut.length // block) == 0
+    elif cut.length >= filters:
+        assert cut.length % filters == 0 and block % cut.length == 0
+    else:
+        assert filters % cut.length == 0
+    enough = sample_steps * min(reuse or places, places) > block // chosen.get("ratio", 8)
+    if block <= max_slice and enough:
+        assert cut.length >= block
+    if "ratio" in chosen:
+        assert cut.max_dimensions == max(1, cut.length // chosen["ratio"])
+    if reuse is None and cut.groups > 1:
+        assert cut.length < block and places > 1 and cut.slices % cut.groups == 0
+        assert cut.groups <= 16
+        dimension = cut.length / chosen.get("ratio", 4)
+        assert 4 * cut.groups * cut.length * int(dimension) <= max_slice**2 / 4
+
+
 def test_samples_come_from_all_slices():
     """Energy in directions that the first slice has nothing of is not left out."""
     compressor = GradiVeQCompressor(ratio=8, warmup_steps=0, sample_steps=8, compress_steps=4)
@@ -474,7 +519,9 @@ def test_samples_come_from_all_slices():
 
 def test_each_sample_counts_alike_whatever_its_energy():
     """One step with a gradient 1,000 times as large does not take all of the basis."""
-    compressor = GradiVeQCompressor(ratio=32, warmup_steps=0, sample_steps=10, compress_steps=4)
+    compressor = GradiVeQCompressor(
+        ratio=32, max_slice=64, warmup_steps=0, sample_steps=10, compress_steps=4
+    )
     layout = layout_of(compressor, ((16, 4, 3, 3),))
     random = np.random.default_rng(1)
     usual, other = random.standard_normal((2, 2, 64))
@@ -583,3 +630,18 @@ def test_keras_knows_what_its_layers_are():
     kernels = [name for name, *_ in filter(convolves, layers)]
     assert len([shape for _, shape, _ in layers if len(shape) > 2]) == 7
     assert len(kernels) == 2 and kernels[0] == "features/kernel", kernels
+
+
+def test_the_page_has_the_tables_of_the_measurement():
+    page = (ROOT / measurement.PAGE).read_text()
+    result = json.loads((ROOT / "docs/measured/projection.json").read_text())
+    assert measurement.with_tables(page, result) == page
+
+
+def test_what_is_recommended_is_what_was_measured():
+    """The defaults, at the ratio that `which.md` and the page name, and of the papers' rows."""
+    advised = "GradiVeQCompressor(ratio=8)"
+    assert measurement.SETTINGS[measurement.DEFAULT] == {} and measurement.RATIO == 8
+    assert usual()["gradiveq"] == GradiVeQCompressor(ratio=8)
+    for page in ("docs/which.md", "docs/algorithms/gradiveq.md"):
+        assert f"`{advised}`" in (ROOT / page).read_text()

@@ -67,11 +67,8 @@ def _bases(slicing: Slicing, ops: Ops, layout: Layout, state: GradiVeQState) -> 
             part_samples, energy = samples[:, start:end], samples[:, end]
             start = end + 1
             pca, used = _basis(slicing, ops, cut, part_samples, ops.cast(energy, "float64"))
-            count = pca.energy.shape[0]
-            # [length, max_dimensions], the strongest last
-            basis = pca.vectors[:, count - cut.max_dimensions :]
             column = ops.arange(cut.max_dimensions) >= cut.max_dimensions - used
-            basis = ops.where(column, basis, 0.0)
+            basis = ops.where(column, pca.vectors, 0.0)  # [length, max_dimensions]
             mean = ops.reshape(pca.mean, (1, cut.length))
             inside = ops.matmul(ops.matmul(mean, basis), ops.transpose(basis, (1, 0)))
             bases.append(ops.reshape(ops.cast(basis, "float32"), (-1,)))
@@ -94,10 +91,11 @@ def _basis(
         each = ops.reshape(weight[first:last], (-1, 1)) * ops.full((1, cut.rows), 1.0, "float64")
         return rows, ops.reshape(each, (-1,))
 
-    everything = components(ops, *part(0, slicing.sample_steps))
+    limit = cut.max_dimensions
+    everything = components(ops, *part(0, slicing.sample_steps), limit)
     if slicing.loss_threshold is None:
-        return everything, ops.full((1,), cut.max_dimensions)
+        return everything, ops.full((1,), limit)
     fitted = slicing.fitted_steps
-    pca = components(ops, *part(0, fitted))
+    pca = components(ops, *part(0, fitted), limit)
     share = part(fitted if fitted < slicing.sample_steps else 0, slicing.sample_steps)
-    return everything, dimension(ops, pca, *share, slicing.loss_threshold, cut.max_dimensions)
+    return everything, dimension(ops, pca, *share, slicing.loss_threshold, limit)

@@ -53,13 +53,14 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
     element. Memory and time do not depend on the number of ranks.
 
     Args:
-        slice_size: elements of a slice; None takes `filters * depth` if that is at most `max_slice`
-            and less than the whole layer (unlike a 1x1 kernel), else the largest multiple of the
-            filters that is at most `max_slice`; shorter, down to the filters, if a basis would
-            have fewer samples than dimensions, or padding would exceed a twentieth. A layer with
-            fewer elements is one slice.
-        max_slice: see `slice_size`. Larger finds more correlation and costs more: time grows
-            linearly, state with the square.
+        slice_size: elements of a slice. None takes blocks of `filters * depth` elements, as the
+            paper does: as many as divide the kernel's positions, make at most `max_slice` elements,
+            and leave more samples than a basis has dimensions. Where one block is too long for
+            that, a slice is an equal part of it along the depth, or of the filters at one depth.
+            Nothing is padded.
+        max_slice: the longest slice; blocks that are longer are cut into parts of at most a quarter
+            of it. Larger finds more correlation and costs more: time grows linearly, state with the
+            square: at a ratio of 8 64 by 64 filters take 8 MB for the basis and 15 MB for samples.
         loss_threshold: the share of the samples' energy that a basis may lose, in (0, 1). Each
             cycle `d` is the smallest for which a basis of the first three quarters of the samples
             loses no more of the last quarter; then all samples make the basis. At most
@@ -68,7 +69,10 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
         ratio: fixes `d = max(1, length // ratio)` instead; at least 1. Larger sends less. If
             `slice_size` or `reuse` leave too few samples, `d` is one less than their number, and a
             warning at the first step says so.
-        reuse: slices that share a basis; None for one basis a layer.
+        reuse: slices that share a basis. None for one basis a layer, or where blocks are cut, for
+            one for each part of a block: slices at the same filters and inputs share it, whatever
+            their position in the kernel. Parts beside each other share one where a layer would
+            have more than 16, or these would take more than `max_slice**2 / 4` bytes.
         warmup_steps: steps before the first cycle, at least 0.
         sample_steps: sampling steps of a cycle, at least 2.
         compress_steps: compressed steps of a cycle, at least 1. More: fewer bytes and older bases.
@@ -90,10 +94,10 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
             residual; positive; smaller clips more. None clips nothing.
 
     Differs from the paper: samples come from all slices that share a basis, not only the first,
-    and each sampling step has the same weight, whatever its energy. So 25 samples are enough,
-    and cycles are a quarter as long (the paper has 100 and 400), which about halves the loss;
-    slices are capped; the dimension is chosen on held-out samples; the loss is measured per
-    bucket; one rank computes the basis, so that all have the same bits; feedback (off by
+    and each sampling step has the same weight, whatever its energy; slices are capped; the
+    eigenvectors come from the inner products of samples where these are fewer than elements of a
+    slice, without a covariance; the dimension is chosen on held-out samples; the loss is measured
+    per bucket; one rank computes the basis, so that all have the same bits; feedback (off by
     default). Weights of transposed convolutions are cut as if they were stored like others.
     The framework rounds products, so the coefficients of PyTorch and TensorFlow differ in the
     last bits.
@@ -109,13 +113,13 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
     """
 
     slice_size: int | None = None
-    max_slice: int = 1024
+    max_slice: int = 4096
     loss_threshold: float | None = None
     ratio: float | None = None
     reuse: int | None = None
     warmup_steps: int = 100
-    sample_steps: int = 25
-    compress_steps: int = 100
+    sample_steps: int = 100
+    compress_steps: int = 400
     resample_loss: float | None = None
     sampling: Any = "none"
     other: Any = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -12,8 +12,10 @@ from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops import Ops, Tensor
 
 _SAMPLES = 3  # for each dimension, if there are enough slices
-_FILLED = 1.05  # limit of the padded size: the last slice's zeros are projected too
 _LEAST_RATIO = 4  # smallest ratio that a loss_threshold may choose with few sampling steps
+_USUAL_RATIO = 8  # that a loss_threshold arrives at in the paper
+_BASES = 16  # of a layer whose blocks are cut: each is a product of its own
+_PART = 4  # parts of blocks that are too long are shorter by this: other inputs have other bases
 
 
 class Slices(NamedTuple):
@@ -122,28 +124,43 @@ class Slicing:
         depth = shape[order[-2]] if len(shape) > 1 else 1
         length = self._length(filters, depth, size)
         count = -(-size // length)
-        reuse = max(1, min(self.reuse or count, count))
+        parts = 1 if self.slice_size is not None else max(1, filters * depth // length)
+        reuse = max(1, min(self.reuse or self._sharing(length, count, parts), count))
+        if parts > 1 and reuse < count:
+            shape, order = _part_by_part(shape, order, length)
         rows = self._rows(length, reuse)
         max_dimensions = self._max_dimensions(length, rows)
         return Slices(start, size, shape, order, length, count, reuse, rows, max_dimensions)
 
+    def _sharing(self, length: int, count: int, parts: int) -> int:
+        """Return the number of slices that share a basis if the user has not said.
+
+        Slices of the same part of a block, at all positions of the kernel, have the same filters
+        and inputs. They get a basis of their own, or with parts beside them, if there are samples
+        enough, and memory.
+        """
+        places, dimension = count // parts, self.min_components(length)
+        for together in (n for n in range(1, parts) if parts % n == 0 and places > 1):
+            bases = parts // together
+            few = bases <= _BASES and 16 * bases * length * dimension <= self.max_slice**2
+            if few and self.sample_steps * places * together > _SAMPLES * dimension:
+                return places * together
+        return count
+
     def _length(self, filters: int, depth: int, size: int) -> int:
-        """Return the length of a layer's slices."""
+        """Return the length of a layer's slices: the longest that has enough samples."""
         if self.slice_size is not None or not size:
             return max(1, min(self.slice_size or 1, size))
-        longest = min(self.max_slice, size)
-        if filters * depth < size and filters * depth <= longest:
-            longest = filters * depth
-        elif filters <= longest:
-            longest = longest // filters * filters
-        lengths = range(longest, 0, -min(filters, longest))
-        enough = [n for n in lengths if self._samples(-(-size // n)) > self.min_components(n)]
-        full = [n for n in enough if -(-size // n) * n <= _FILLED * size]
-        return (full or enough or lengths[-1:])[0]
+        block, longest = filters * depth, self.max_slice
+        if block > longest:
+            longest = max(1, longest // _PART)
+        lengths = (n for n in _aligned(filters, depth, size // block) if n <= longest)
+        return next((n for n in lengths if self._suffices(size // n, n)), 1)
 
-    def _samples(self, slices: int) -> int:
-        """Return the maximum number of samples of a basis in a cycle."""
-        return self.sample_steps * min(self.reuse or slices, slices)
+    def _suffices(self, slices: int, length: int) -> bool:
+        """Return True if a cycle has enough samples for a basis of slices of this length."""
+        samples = self.sample_steps * min(self.reuse or slices, slices)
+        return samples > max(1, int(length / (self.ratio or _USUAL_RATIO)))
 
     def coefficient_bytes(self, layout: Layout, dimensions: Sequence[int] | None = None) -> int:
         """Return the bytes that a rank hands to the allreduce of a compressed step.
@@ -161,6 +178,35 @@ class Slicing:
         """Return the bytes of the broadcast at the end of a sampling phase."""
         sizes = sizes_of(self.slices(layout))
         return 4 * (sizes.basis + sizes.offset + sizes.groups)
+
+
+def _aligned(filters: int, depth: int, places: int) -> Iterator[int]:
+    """Yield the lengths that divide a layer into slices of the same structure, longest first.
+
+    A slice is one block of `filters * depth` elements or several, or an equal part of a block along
+    its depth, or of its filters. No slice has the end of a block inside it, or needs padding.
+    """
+    for unit, count in ((filters * depth, places), (filters, depth), (1, filters)):
+        for n in range(count, 0, -1):
+            if count % n == 0:
+                yield n * unit
+
+
+def _part_by_part(
+    shape: tuple[int, ...], order: tuple[int, ...], length: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and order in which slices of the same part of a block are neighbours.
+
+    The axis that slices cut, of the depth or of the filters, becomes two.
+    """
+    filters, depth = order[-1], order[-2:][0]
+    columns = length // shape[filters]  # of all filters; 0 if the filters are cut
+    cut, inner = (depth, columns) if columns else (filters, length)
+    shape = (*shape[:cut], shape[cut] // inner, inner, *shape[cut + 1 :])
+    moved = [axis + (axis > cut) for axis in order]
+    if columns:
+        return shape, (cut, *moved[:-2], cut + 1, moved[-1])
+    return shape, (*moved[-2:-1], cut, *moved[:-2], cut + 1)
 
 
 @lru_cache(maxsize=256)
