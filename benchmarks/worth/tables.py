@@ -33,7 +33,7 @@ def losses(results: Results, setting: Setting) -> str:
         cells += [spread(at_best), behind, f"{results.fewer_bytes(setting, method):,.1f}"]
         rows.append(cells)
     return _rows(
-        ["method", *(f"{r:g}" for r in rates), "at its best", "behind", "times fewer bytes"], rows
+        ["method", *(f"{r:.3g}" for r in rates), "at its best", "behind", "times fewer bytes"], rows
     )
 
 
