@@ -182,6 +182,27 @@ def test_memory_for_steps_that_may_be_undone_does_not_grow(compressor):
     assert used[1] <= used[0] + 4096, used
 
 
+@pytest.mark.parametrize("compressor", WORDS + LARGEST, ids=repr)
+def test_what_is_kept_is_whole_and_steps_are_the_same(compressor):
+    """In a bucket so large that kernels write past the caches; layers do not begin on their lines."""
+    layout = Layout(("a", "b", "c"), ((40_003,), (101,), (300_001,)), block=compressor.block)
+    keeping = TorchOps()
+    world, plain = World(compressor, keeping, layout, 2), World(compressor, TorchOps(), layout, 2)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        kept = [x for state in world.states for _, x in leaves(state)]
+        before = [x.clone() for x in kept]
+        drawn = [[torch.randn(s, generator=generator) for s in layout.shapes] for _ in range(2)]
+        gradients = [world.flat(tensors) for tensors in drawn]
+        keeping.snapshot(kept)
+        totals = world.step([g.clone() for g in gradients])
+        assert all(map(torch.equal, totals, plain.step(gradients)))
+        assert all(map(torch.equal, kept, before))
+        keeping.release_snapshot(kept, [x for state in world.states for _, x in leaves(state)])
+    for one, other in zip(world.states, plain.states):
+        assert all(torch.equal(x, y) for (_, x), (_, y) in zip(leaves(one), leaves(other)))
+
+
 SINGLE_SUMS = LINEAR + QUANTIZED + [c for c in WORDS if isinstance(c, VarianceCompressor)]
 
 

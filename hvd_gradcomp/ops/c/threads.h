@@ -40,6 +40,7 @@ static inline int64_t border(int64_t n, int64_t grain, int t, int pieces) {
 }
 
 #define MUCH (1 << 20) /* bytes that are not in a cache any more when they are needed next */
+#define LINE 64        /* bytes of a cache's */
 
 #ifdef __x86_64__
 #include <emmintrin.h>

@@ -15,7 +15,21 @@ typedef struct {
   uint32_t base;                /* the first index */
   uint32_t *index, *bits;       /* of what is wanted; NULL, and then there are */
   uint8_t *flags;
+  int past;                     /* r and v are written past the caches; see `write_past` */
 } piece;
+
+/* Elements before those that are written past the caches, which begin on a line. */
+static int64_t before_line(const piece *of, int64_t n) {
+  int64_t head = (int64_t)(-(uintptr_t)of->r % LINE / sizeof(float));
+  return of->past && head < n ? head : 0;
+}
+
+/* Whether v lies beside r, and both are other memory than before, and much. */
+static int written_elsewhere(const float *r, const float *v, const float *r0, const float *v0,
+                             int64_t n) {
+  int aside = !v || (v != v0 && ((uintptr_t)r - (uintptr_t)v) % LINE == 0);
+  return aside && r != r0 && (int64_t)sizeof(float) * n >= MUCH;
+}
 
 FAST static void add_square(float *x, const float *from, const float *y, int64_t n) {
 #pragma GCC ivdep
@@ -82,6 +96,20 @@ static int64_t take_in_plainly(const rule *how, const piece *of, int64_t first, 
 }
 
 #ifdef __x86_64__
+__attribute__((target("avx2"))) static inline void store_avx2(float *to, __m256 x, int past) {
+  if (past)
+    _mm256_stream_ps(to, x);
+  else
+    _mm256_storeu_ps(to, x);
+}
+
+__attribute__((target("avx512f"))) static inline void store_avx512(float *to, __m512 x, int past) {
+  if (past)
+    _mm512_stream_ps(to, x);
+  else
+    _mm512_storeu_ps(to, x);
+}
+
 __attribute__((target("avx2,bmi"))) static int64_t take_in_avx2(const rule *how, const piece *of,
                                                                  int64_t n, uint32_t *most) {
   const __m256 alpha = _mm256_set1_ps(how->alpha), tau = _mm256_set1_ps(how->tau);
@@ -90,7 +118,8 @@ __attribute__((target("avx2,bmi"))) static int64_t take_in_avx2(const rule *how,
   const __m256i corrected = _mm256_set1_epi32(how->corrects ? -1 : 0);
   const __m256i in_turn = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   __m256i largest = _mm256_setzero_si256();
-  int64_t count = 0, run = 0;
+  int64_t run = before_line(of, n);
+  int64_t count = take_in_plainly(how, of, 0, run, of->index, of->bits, most);
   for (; run + 32 <= n; run += 32) {
     __m256i passes[4];
     for (int part = 0; part < 4; part++) {
@@ -99,7 +128,7 @@ __attribute__((target("avx2,bmi"))) static int64_t take_in_avx2(const rule *how,
       const __m256 x = _mm256_add_ps(_mm256_loadu_ps(of->r0 + i), g);
       const __m256i size = _mm256_and_si256(_mm256_castps_si256(x), magnitude);
       __m256i pass = _mm256_set1_epi32(-1);
-      _mm256_storeu_ps(of->r + i, x);
+      store_avx2(of->r + i, x, of->past);
       if (how->large)
         pass = _mm256_castps_si256(_mm256_cmp_ps(_mm256_castsi256_ps(size), tau, _CMP_GT_OQ));
       if (how->ambiguity) {
@@ -109,7 +138,7 @@ __attribute__((target("avx2,bmi"))) static int64_t take_in_avx2(const rule *how,
         const __m256 clear = _mm256_cmp_ps(_mm256_mul_ps(x, x), bound, _CMP_GT_OQ);
         pass = _mm256_and_si256(pass, _mm256_castps_si256(clear));
         const __m256 stays = _mm256_castsi256_ps(_mm256_and_si256(pass, corrected));
-        _mm256_storeu_ps(of->v + i, _mm256_blendv_ps(_mm256_mul_ps(y, zeta), y, stays));
+        store_avx2(of->v + i, _mm256_blendv_ps(_mm256_mul_ps(y, zeta), y, stays), of->past);
       }
       largest = _mm256_max_epi32(largest, _mm256_and_si256(size, pass));
       passes[part] = pass;
@@ -141,7 +170,8 @@ __attribute__((target("avx512f,avx512bw,avx512vl,popcnt"))) static int64_t take_
   const __m512i ahead = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __mmask16 corrected = how->corrects ? 0xffff : 0;
   __m512i largest = _mm512_setzero_si512();
-  int64_t count = 0, run = 0;
+  int64_t run = before_line(of, n);
+  int64_t count = take_in_plainly(how, of, 0, run, of->index, of->bits, most);
   for (; run + RUN <= n; run += RUN) {
     __m512 x[4];
     __mmask16 passes[4];
@@ -150,7 +180,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl,popcnt"))) static int64_t take_
       const __m512 g = _mm512_loadu_ps(of->g + i);
       __mmask16 pass = 0xffff;
       x[part] = _mm512_add_ps(_mm512_loadu_ps(of->r0 + i), g);
-      _mm512_storeu_ps(of->r + i, x[part]);
+      store_avx512(of->r + i, x[part], of->past);
       if (how->large) pass = _mm512_cmp_ps_mask(_mm512_abs_ps(x[part]), tau, _CMP_GT_OQ);
       if (how->ambiguity) {
         const __m512 q = of->q ? _mm512_loadu_ps(of->q + i) : _mm512_mul_ps(g, g);
@@ -158,7 +188,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl,popcnt"))) static int64_t take_
         const __m512 bound = _mm512_mul_ps(y, alpha);
         pass = _mm512_mask_cmp_ps_mask(pass, _mm512_mul_ps(x[part], x[part]), bound, _CMP_GT_OQ);
         const __mmask16 decays = (__mmask16) ~(pass & corrected);
-        _mm512_storeu_ps(of->v + i, _mm512_mask_mul_ps(y, decays, y, zeta));
+        store_avx512(of->v + i, _mm512_mask_mul_ps(y, decays, y, zeta), of->past);
       }
       passes[part] = pass;
     }
@@ -219,6 +249,7 @@ int64_t threshold_find(const rule *how, const place *where, float *r, float *v, 
     free(tops);
     return -1;
   }
+  const int past = written_elsewhere(r, v, r0, v0, n);
   IN_PIECES
   for (int t = 0; t < threads; t++) {
     int64_t start = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads);
@@ -235,10 +266,12 @@ int64_t threshold_find(const rule *how, const place *where, float *r, float *v, 
                           .base = (uint32_t)at,
                           .index = out,
                           .bits = wanted ? out + n : NULL,
-                          .flags = wanted ? NULL : flags + at};
+                          .flags = wanted ? NULL : flags + at,
+                          .past = past};
       count += take_in(how, &here, end - at, tops + t * where->layers + layer_of(where, at));
     }
     starts[t] = start, counts[t] = count;
+    written_past();
   }
   for (int64_t layer = 0; layer < where->layers; layer++) {
     uint32_t most = 0;
