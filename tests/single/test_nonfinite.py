@@ -184,7 +184,7 @@ def test_memory_for_steps_that_may_be_undone_does_not_grow(compressor):
 
 @pytest.mark.parametrize("compressor", WORDS + LARGEST, ids=repr)
 def test_what_is_kept_is_whole_and_steps_are_the_same(compressor):
-    """In a bucket so large that kernels write past the caches; layers do not begin on their lines."""
+    """In a bucket so large that kernels write past the caches; layers begin on no line of them."""
     layout = Layout(("a", "b", "c"), ((40_003,), (101,), (300_001,)), block=compressor.block)
     keeping = TorchOps()
     world, plain = World(compressor, keeping, layout, 2), World(compressor, TorchOps(), layout, 2)
