@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks import ratios
+from benchmarks.papers.counting import Ledger
 from hvd_gradcomp import (
     HybridCompressor,
     NoneCompressor,
@@ -24,28 +25,13 @@ from hvd_gradcomp.testing import World
 BIG = (64, 64)
 
 
-class Counted:
-    """A ledger that adds up bytes."""
-
-    def __init__(self) -> None:
-        self.bytes_sent = 0
-
-    def sent(self, tensor: torch.Tensor) -> None:
-        self.bytes_sent += tensor.numel() * tensor.element_size()
-
-    def received(self, tensor: torch.Tensor) -> None:
-        del tensor
-
-    record_checksum = received
-
-
 def sent_by(compressor, shapes, ranks, steps=1, gradient=torch.randn):
     """Bytes that rank 0 counts in the last step."""
     names = tuple(f"layer{place}" for place in range(len(shapes)))
     layout = Layout(names, shapes, block=compressor.block)
     world = World(compressor, TorchOps(), layout, ranks)
     for _ in range(steps):
-        ledgers = [Counted() for _ in range(ranks)]
+        ledgers = [Ledger() for _ in range(ranks)]
         for dispatch, ledger in zip(world._runners, ledgers):
             dispatch.traffic = ledger
         world.step([world.flat([gradient(shape) for shape in shapes]) for _ in range(ranks)])

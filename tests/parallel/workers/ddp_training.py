@@ -1539,7 +1539,8 @@ def lifetimes_of(group):
         model = ddp_model(**of_ddp)
         training.begin(model)
         train(model, sgd(model), 3)
-        training.load(training.state.state_dict(), "a file")
+        saved, size = training.state.state_dict(), dist.get_world_size()
+        training.load(trainers.SavedStates(size, [], lambda _: saved), "a file")
         return [model.module, training, training.state]
 
     def wrapped_optimizer(make, deadline=None):
