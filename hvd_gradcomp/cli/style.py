@@ -74,13 +74,14 @@ def label_ends(axes: Any, fontsize: float = 7) -> None:
     columns: list[list[tuple[Any, Any]]] = []
     right = float("-inf")
     for text, box in sorted(texts, key=lambda labelled: labelled[1].x0):
-        if box.x0 >= right:
+        if box.x0 >= right + box.height:  # the layout moves them a little yet
             columns.append([])
         columns[-1].append((text, box))
         right = max(right, box.x1)
     for column in columns:
         column.sort(key=lambda labelled: labelled[1].y0)
-        places = apart([box.y0 for _, box in column], max(box.height for _, box in column))
+        gap = 1.05 * max(box.height for _, box in column)
+        places = apart([box.y0 for _, box in column], gap)
         for (text, box), place in zip(column, places):
             text.set_position((6, (place - box.y0) * 72 / axes.figure.dpi))
 
