@@ -53,7 +53,7 @@ def test_following(page, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    deadline = 600 if page.stem == "ray" else 300  # Ray takes minutes to start
+    deadline = 500 if page.stem == "ray" else 300  # Ray takes minutes to start
     problems = follow.follow([page], tmp_path, deadline=deadline)
     assert not problems, "\n\n".join(problems)
 
