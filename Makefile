@@ -91,8 +91,9 @@ sweep: $(site) $(clients) ## tests of ranks on more ranks, backends and steps th
 	@$(run) -m pytest -m sweep tests/parallel $(ARGS)
 
 # Most of its time Ray starts processes: too long, and too large, for `make test`.
-clients-ray: $(clients) $(ray) ## the recipe for Ray Train, on a local cluster of two workers; minutes
-	@PYTHONPATH="$(abspath $(VENV_RAY))" $(run) -m pytest -k ray_train tests/parallel/test_clients.py $(ARGS)
+clients-ray: $(clients) $(ray) ## the page on Ray Train and its recipe, on a local cluster of two workers; minutes
+	@PYTHONPATH="$(abspath $(VENV_RAY))" $(run) -m pytest -k "ray_train or following and ray" \
+		tests/parallel/test_clients.py tests/parallel/test_docs.py $(ARGS)
 
 # Each in a process of its own: what the interpreter has loaded cannot be compiled.
 triton: $(kernels) ## the kernels for GPUs, without one: interpreted against the plain ops, and compiled

@@ -29,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -49,6 +49,7 @@ OF_DENSE, RATIOS = 1.3, (4.0, 30.0)  # PyTorch's time, at these element ratios
 OF_PYTORCH, FIRST = 1.5, 15.0  # TensorFlow's times, and its first step in seconds
 SPEEDUP = 1.6  # of encode by two threads
 PARTS = ("codecs", "exchanges")
+DRAWN = ("Variance", "Strom", "Sparse GD", "DGC", "EGC")
 
 Result = dict[str, Any]
 
@@ -232,53 +233,42 @@ def copies_take(result: Result) -> str:
 
 
 def draw(result: Result, path: Path) -> None:
-    """A line of the figure for each point: copies, ms, seconds of the first step."""
+    """Draw what five methods cost against the share of elements that they send."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = list(result["rows"].values())
-    pyplot.rcParams.update(style.SETTINGS)
-    figure, panels = pyplot.subplots(
-        1, 3, figsize=(12, 1.4 + 0.21 * len(rows)), sharey=True, layout="constrained"
-    )
+    def curve(method: str, cost: Callable[[Result], float | None]) -> list[tuple[float, float]]:
+        """Return the percentages of elements, and the costs, that were measured."""
+        rows = [row for row in result["rows"].values() if row["method"] == method]
+        known = [(ratio(row), cost(row)) for row in rows]
+        return sorted((100 / sent, value) for sent, value in known if sent and value is not None)
 
-    def dots(axes: Any, numbers: list[float | None], label: str, **how: Any) -> None:
-        places = [place for place, value in enumerate(numbers) if value is not None]
-        values = [value for value in numbers if value is not None]
-        axes.plot(values, places, label=label, linestyle="", **{"markersize": 4, **how})
+    def exchange(row: Result) -> float | None:
+        return row["exchange"].get(PYTORCH, {}).get("ms")
 
-    work = [row.get("codec", {}) for row in rows]
-    dots(panels[0], [w.get("worst") for w in work], "worst of 30", marker="x", color=style.INK)
-    dots(panels[0], [w.get("copies") for w in work], "steady", marker="o", color=style.COLOURS[0])
-    dots(
-        panels[0],
-        [row["bar"] for row in rows],
-        "bar",
-        marker="|",
-        markersize=9,
-        color=style.COLOURS[1],
-    )
-    for place, name in enumerate((DENSE, *FRAMEWORKS)):
-        how = {"marker": "o", "color": f"C{place}"}
-        if name == DENSE:
-            how = {"marker": "|", "markersize": 9, "color": style.INK}
-        parts = [row["exchange"].get(name, {}) for row in rows]
-        dots(panels[1], [part.get("ms") for part in parts], name, **how)
-        if name in (TAPE, KERAS):
-            dots(panels[2], [part.get("first_s") for part in parts], name, **how)
-    panels[2].axvline(FIRST, color=style.COLOURS[1], linewidth=1, label="bar")
-    titles = ("copies of the gradient, one thread", "ms an exchange, two ranks", "first step, s")
-    for axes, title in zip(panels, titles):
-        axes.set_xlim(left=0)
-        axes.set_xlabel(title)
-        axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
-    panels[0].set_yticks(range(len(rows)), list(result["rows"]), fontsize=7)
-    panels[0].invert_yaxis()
-    figure.savefig(path)
-    pyplot.close(figure)
-    pyplot.rcdefaults()
+    costs = {
+        "work of a rank, copies of the gradient": lambda row: row.get("codec", {}).get("copies"),
+        "exchange between two ranks, ms": exchange,
+    }
+    dense = [row["exchange"].get(DENSE, {}).get("ms") for row in result["rows"].values()]
+    with pyplot.rc_context(style.SETTINGS):
+        figure, panels = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+        for axes, (title, cost) in zip(panels, costs.items()):
+            for look, method in zip(style.lines(len(DRAWN)), DRAWN):
+                if known := curve(method, cost):
+                    axes.plot(*zip(*known), label=method, markersize=4, **look)
+            axes.set(xscale="log", xlabel="elements sent, percent", title=title)
+            axes.set_xticks((0.1, 1, 10), ("0.1", "1", "10"))
+        if known_ms := [ms for ms in dense if ms is not None]:
+            middle = statistics.median(known_ms)
+            panels[1].axhline(middle, color=style.INK, linewidth=1.5, label="no compression")
+        for axes in panels:
+            axes.set_ylim(bottom=0)
+            style.label_ends(axes, fontsize=8)
+        figure.savefig(path)
+        pyplot.close(figure)
 
 
 def main() -> int:

@@ -26,6 +26,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import signal
 import statistics
@@ -53,6 +54,7 @@ HIERARCHICAL = "gloo, 2 ranks a host, hierarchical"
 BENCH = ["python", "-m", "hvd_gradcomp", "bench"]
 ADVISE = ["python", "-m", "hvd_gradcomp", "advise"]
 ERROR = 0.2  # of predicted exchanges, the median over ways and rates
+DRAWN = ("dense", "FP16", "QSGD", "OneBit", "DGC", "SparseGD")
 SLOWER = 1.1  # that the predicted fastest may be than the measured fastest
 
 # Usual settings, but of Variance and Hybrid those that send one element in 500 of bench's noise, as
@@ -199,37 +201,59 @@ def prediction(runs: list[Result]) -> tuple[list[str], bool]:
 
 
 def draw(runs: list[Result], path: Path) -> None:
-    """Medians and their spread, a panel for each rate, a mark for each number of hosts."""
+    """Draw medians and spreads of six methods: a panel a rate, a mark a number of hosts."""
     rates = list(dict.fromkeys(run["rate"] for run in runs))
     counts = sorted({run["hosts"] for run in runs})
-    ways = list(dict.fromkeys(row["method"] for run in runs for row in run["exchange"]))
-    size = (3.0 + 2.5 * len(rates), 1.6 + 0.26 * len(ways))
+    first: dict[str, str] = {}  # of each method; usual settings come before denser ones
+    for name in (row["method"] for run in runs for row in run["exchange"]):
+        first.setdefault(re.split(r"\W", name)[0], name)
+    drawn = [first[name] for name in DRAWN if name in first] or [*first.values()][: len(DRAWN)]
+    size = (2.0 + 3.0 * len(rates), 1.4 + 0.3 * len(drawn) * len(counts))
     with pyplot.rc_context(style.SETTINGS):
         figure, panels = pyplot.subplots(
             1, len(rates), figsize=size, sharey=True, squeeze=False, layout="constrained"
         )
-        drawn: dict[str, Any] = {}
+        marks: dict[str, Any] = {}
         for axes, rate in zip(panels[0], rates):
             for run in (run for run in runs if run["rate"] == rate):
-                place, rows = counts.index(run["hosts"]), run["exchange"]
+                place = counts.index(run["hosts"])
+                rows = [row for row in run["exchange"] if row["method"] in drawn]
                 low, high = ([abs(row[end] - row["ms"]) for row in rows] for end in ("min", "max"))
                 aside = 0.25 * (place - (len(counts) - 1) / 2)
-                drawn[f"{run['hosts']} hosts"] = axes.errorbar(
+                heights = [drawn.index(row["method"]) + aside for row in rows]
+                marks[f"{run['hosts']} hosts"] = axes.errorbar(
                     [row["ms"] for row in rows],
-                    [ways.index(row["method"]) + aside for row in rows],
+                    heights,
                     xerr=(low, high),
                     fmt=style.MARKS[place],
                     markersize=4,
                     color=style.COLOURS[place],
                 )
+                for row, height in zip(rows, heights):
+                    axes.annotate(
+                        f"{row['ms']:,.0f} ms",
+                        (row["max"], height),
+                        (5, 0),
+                        textcoords="offset points",
+                        va="center",
+                        fontsize=8,
+                    )
             axes.set_xscale("log")
-            axes.set_title("unshaped" if rate is None else rate, fontsize=9)
+            axes.set_title("unshaped" if rate is None else re.sub(r"([mg])bit", _unit, rate))
             axes.set_xlabel("ms an exchange")
-        panels[0][0].set_yticks(range(len(ways)), ways, fontsize=7)
+            axes.set_xlim(right=5 * axes.get_xlim()[1])  # space for the numbers
+        panels[0][0].set_yticks(range(len(drawn)), drawn)
         panels[0][0].invert_yaxis()
-        figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=len(counts))
+        if len(counts) > 1:
+            figure.legend(
+                marks.values(), marks.keys(), loc="outside lower center", ncols=len(counts)
+            )
         figure.savefig(path)
         pyplot.close(figure)
+
+
+def _unit(letter: re.Match[str]) -> str:
+    return f" {letter[1].upper()}b/s"
 
 
 def bars(runs: list[Result]) -> tuple[list[str], bool]:

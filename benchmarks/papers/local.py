@@ -145,20 +145,31 @@ def draw(measured: Measured, figure: Any) -> None:
         ratios = [measured.middle(f"{key}-{steps}", "ratio") for steps in known]
         scores = [measured.middle(f"{key}-{steps}") for steps in known]
         points.plot(ratios, scores, label=method.title, **look)
-        for steps, ratio, score in zip(known, ratios, scores):
-            points.annotate(str(steps), (ratio, score), fontsize=7)
+        for steps, ratio, score in zip(known, ratios, scores) if key != "int8" else ():
+            points.annotate(
+                str(steps),
+                (ratio, score),
+                (0, 7),
+                textcoords="offset points",
+                ha="center",
+                fontsize=7,
+                color=look["color"],
+            )
     base = measured.middle(BASE)
     if base is not None:
         points.axhline(base, color=style.INK, linewidth=1, label="gradients in each step")
     points.set_xscale("log")
-    points.set_title(f"loss after {STEPS:,} steps, by steps between exchanges")
-    points.set_xlabel("times fewer bytes than float32 gradients in each step")
-    shown = (BASE, *(f"{key}-{USUAL}" for key in WAYS), STREAMED)
-    for look, key in zip(style.lines(len(shown)), shown):
+    points.set_title("nats a character, by steps between exchanges")
+    points.set_xlabel("times fewer bytes")
+    names = {f"{key}-{USUAL}": method.title for key, method in WAYS.items()}
+    names[STREAMED] = "averaged in 3 fragments"
+    looks = dict(zip(names, style.lines(len(names))))
+    looks[BASE], names[BASE] = {"color": style.INK}, "gradients in each step"
+    for key, name in names.items():
         for result in measured[key][:1]:
             steps, losses, _ = zip(*result["looks"])
-            curves.plot(steps, losses, label=measured.part.row(key).title, **look)
-    curves.set_title("loss on held-out text, nats a character; mean over ranks")
+            curves.plot(steps, losses, label=name, **looks[key])
+    curves.set_title(f"nats a character, exchanges every {USUAL} steps")
     curves.set_xlabel("step")
 
 

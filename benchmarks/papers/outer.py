@@ -115,13 +115,18 @@ def claims(measured: Measured) -> list[Claim]:
 
 
 def draw(measured: Measured, figure: Any) -> None:
+    drawn = {}
     for axes, (key, recipe) in zip(figure.subplots(1, len(RECIPES), sharey=True), RECIPES.items()):
         for look, (way_key, method) in zip(style.lines(len(WAYS)), WAYS.items()):
             for result in measured[f"{key}/{way_key}"][:1]:
                 steps, losses, _ = zip(*result["looks"])
-                axes.plot(steps, losses, label=method.title, **look)
-        axes.set_title(recipe.title, fontsize=9)
+                (drawn[method.title],) = axes.plot(steps, losses, markersize=4, **look)
+        axes.set_title(recipe.title.replace(", ", "\n"), fontsize=9)
         axes.set_xlabel("step")
+        axes.set_ylim(top=3.0)  # nats; the first steps from larger embeddings leave the frame
+    figure.axes[0].set_ylabel("loss on held-out text, nats a character")
+    # Ends are too near each other for labels.
+    figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=3, fontsize=8)
 
 
 PART = Part(

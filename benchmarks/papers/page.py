@@ -76,8 +76,7 @@ def draw(measured: Measured, path: Path) -> None:
         figure = pyplot.figure(figsize=(10, 4), layout="constrained")
         measured.part.draw(measured, figure)
         for axes in figure.axes:
-            if axes.get_legend_handles_labels()[0]:
-                axes.legend(fontsize=7)
+            style.label_ends(axes)
         figure.savefig(path)
         pyplot.close(figure)
 

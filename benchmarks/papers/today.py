@@ -183,20 +183,32 @@ def claims(measured: Measured) -> list[Claim]:
     return every
 
 
+DRAWN = {
+    "int8": "Int8",
+    "qsgd": "QSGD, 4 bits",
+    "power": "PowerSGD, rank 4",
+    "signum": "Signum",
+    "demo": "DeMo",
+    "chunked": "chunked top-k",
+}
+
+
 def draw(measured: Measured, figure: Any) -> None:
-    panels = figure.subplots(1, 2)
+    """Draw the medians of six methods, and from the worst to the best seed."""
     names = {
-        "": f"transformer: loss after {STEPS} steps, nats a character, less is better",
-        VGG: "VGG: accuracy on images, percent",
+        "": f"transformer: nats a character after {STEPS} steps, less is better",
+        VGG: "VGG: accuracy on images, percent, more is better",
     }
-    for axes, (where, name) in zip(panels, names.items()):
-        for look, (key, method) in zip(style.lines(len(METHODS)), METHODS.items()):
+    for axes, (where, name) in zip(figure.subplots(1, 2), names.items()):
+        for look, (key, label) in zip(style.lines(len(DRAWN)), DRAWN.items()):
             results = measured[where + key]
             if results:
-                ratios = [result["ratio"] for result in results]
-                scores = [result["score"] for result in results]
-                label = method.title.replace("`", "")
-                axes.plot(ratios, scores, label=label, **{**look, "linestyle": ""})
+                ratio, scores = measured.middle(where + key, "ratio"), [r["score"] for r in results]
+                axes.vlines(ratio, min(scores), max(scores), color=look["color"])
+                axes.plot([ratio], [measured.middle(where + key)], label=label, **look)
+        base = measured.middle(where + "none")
+        if base is not None:
+            axes.axhline(base, color=style.INK, linewidth=1, label="none")
         axes.set_xscale("log")
         axes.set_title(name)
         axes.set_xlabel("times fewer bytes than float32")

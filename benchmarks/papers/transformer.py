@@ -108,20 +108,35 @@ def _listed(gaps: dict[str, float], methods: tuple[str, ...]) -> str:
     return ", ".join(f"{gaps[method]:+.3f}" for method in methods)
 
 
+DRAWN = {
+    "qsgd": "QSGD, 4 bits",
+    "terngrad": "TernGrad",
+    "onebit": "1-bit",
+    "variance-1": "Variance",
+    "sparse-gd": "Sparse GD at 1 %",
+    "egc": "EGC",
+}
+
+
 def draw(measured: Measured, figure: Any) -> None:
     curves, points = figure.subplots(1, 2)
-    for place, method in enumerate(LONGER):
+    looks = dict(zip(("none", *DRAWN), style.lines(1 + len(DRAWN))))
+    names = {"none": "none", **DRAWN}
+    for method in LONGER:
         for result in measured[f"{method}-{LONG}"][:1]:
             steps, losses, _ = zip(*result["looks"])
-            curves.plot(steps, losses, color=f"C{place}", label=METHODS[method][0])
+            colour = looks[method]["color"]
+            curves.plot(steps, losses, color=colour, label=names[method])
     curves.set_title("loss on held-out text, nats a character")
     curves.set_xlabel("step")
-    for look, (method, (compressor, _)) in zip(style.lines(len(METHODS)), METHODS.items()):
+    for method, name in DRAWN.items():
         for result in measured[f"{method}-{SHORT}"][:1]:
-            label = compressor + _moments(method)
-            points.plot([result["ratio"]], [result["score"]], label=label, **look)
+            points.plot([result["ratio"]], [result["score"]], label=name, **looks[method])
+    base = measured.middle(f"none-{SHORT}")
+    if base is not None:
+        points.axhline(base, color=looks["none"]["color"], linewidth=1, label="none")
     points.set_xscale("log")
-    points.set_title(f"loss after {SHORT} steps")
+    points.set_title(f"loss after {SHORT} steps, nats a character")
     points.set_xlabel("times fewer bytes")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from pathlib import Path
 
@@ -30,19 +29,8 @@ def draw_sooner(results: Results, setting: Setting, title: str, path: Path) -> N
             lines[method] = known
     with pyplot.rc_context(style.SETTINGS):
         figure, axes = pyplot.subplots(figsize=(7.2, 4.4), layout="constrained")
-        ends = _apart([math.log(points[-1][1]) for points in lines.values()])
-        for look, (method, points), end in zip(style.lines(len(lines)), lines.items(), ends):
-            axes.plot(*zip(*points), markersize=4, **look)
-            axes.annotate(
-                METHODS[method].title,
-                (points[-1][0], math.exp(end)),
-                xytext=(8, 0),
-                textcoords="offset points",
-                color=look["color"],
-                fontsize=8,
-                verticalalignment="center",
-                annotation_clip=False,
-            )
+        for look, (method, points) in zip(style.lines(len(lines)), lines.items()):
+            axes.plot(*zip(*points), label=METHODS[method].title, markersize=4, **look)
         axes.axhline(1.0, color=style.INK, linewidth=1.5)
         axes.set_xscale("log")
         axes.set_yscale("log")
@@ -54,17 +42,9 @@ def draw_sooner(results: Results, setting: Setting, title: str, path: Path) -> N
         axes.set_xlabel("dense exchange / step without an exchange")
         axes.set_ylabel("times sooner than dense or accumulated")
         axes.set_title(title, fontsize=9)
+        style.label_ends(axes, fontsize=8)
         figure.savefig(path)
         pyplot.close(figure)
-
-
-def _apart(places: list[float], gap: float = 0.16) -> list[float]:
-    """Return places moved up until each is a gap above the one below, in the same order."""
-    moved = list(places)
-    order = sorted(range(len(places)), key=lambda at: places[at])
-    for below, at in zip(order, order[1:]):
-        moved[at] = max(moved[at], moved[below] + gap)
-    return moved
 
 
 def draw_bytes(results: Results, settings: dict[str, Setting], path: Path) -> None:

@@ -46,3 +46,61 @@ def lines(count: int) -> list[dict[str, Any]]:
     strokes = [stroke for stroke in STROKES for _ in COLOURS]
     drawn = zip(cycle(COLOURS), cycle(strokes), cycle(MARKS))
     return [dict(zip(("color", "linestyle", "marker"), one)) for one in islice(drawn, count)]
+
+
+def label_ends(axes: Any, fontsize: float = 7) -> None:
+    """Write each line's label beside its last point, in its colour; labels never overlap.
+
+    Call it when everything is plotted, since it settles the layout.
+    """
+    axes.figure.draw_without_rendering()
+    texts = []
+    for line in axes.get_lines():
+        xs, ys = (list(values) for values in line.get_data())
+        if xs and not line.get_label().startswith("_"):
+            last = max(range(len(xs)), key=lambda place: xs[place])
+            text = axes.annotate(
+                line.get_label(),
+                (xs[last], ys[last]),
+                (6, 0),
+                xycoords=line.get_transform(),
+                textcoords="offset points",
+                verticalalignment="center",
+                color=line.get_color(),
+                fontsize=fontsize,
+                annotation_clip=False,
+            )
+            texts.append((text, text.get_window_extent()))
+    columns: list[list[tuple[Any, Any]]] = []
+    right = float("-inf")
+    for text, box in sorted(texts, key=lambda labelled: labelled[1].x0):
+        if box.x0 >= right + box.height:  # the layout moves them a little yet
+            columns.append([])
+        columns[-1].append((text, box))
+        right = max(right, box.x1)
+    for column in columns:
+        column.sort(key=lambda labelled: labelled[1].y0)
+        gap = 1.05 * max(box.height for _, box in column)
+        places = apart([box.y0 for _, box in column], gap)
+        for (text, box), place in zip(column, places):
+            text.set_position((6, (place - box.y0) * 72 / axes.figure.dpi))
+
+
+def apart(places: list[float], gap: float) -> list[float]:
+    """Return ascending places moved by as little as gives each a gap to the next.
+
+    >>> apart([0, 1, 8], gap=2)
+    [-0.5, 1.5, 8.0]
+    """
+    blocks: list[list[float]] = []  # of places that touch
+    for place in places:
+        block = [place]
+        while blocks and _first(block, gap) < _first(blocks[-1], gap) + gap * len(blocks[-1]):
+            block = blocks.pop() + block
+        blocks.append(block)
+    return [_first(block, gap) + gap * at for block in blocks for at in range(len(block))]
+
+
+def _first(block: list[float], gap: float) -> float:
+    """Return the first place of a block, which is centred at the mean of its places."""
+    return sum(block) / len(block) - gap * (len(block) - 1) / 2

@@ -168,7 +168,7 @@ def test_libraries_that_shard_the_model_themselves(tmp_path):
 
 
 def test_ray_train(tmp_path):
-    """The recipe of docs/tutorial/libraries.md; `make clients-ray` installs Ray and runs this."""
+    """The recipe of docs/tutorial/ray.md; `make clients-ray` installs Ray and runs this."""
     spec = importlib.util.find_spec("ray")
     if spec is None or spec.origin is None:
         pytest.skip("Ray is not installed: make clients-ray")

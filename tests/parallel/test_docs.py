@@ -25,7 +25,7 @@ PAGES = sorted(
 
 # What these two run is run by other tests as well: `compare`, and the recipes of `test_clients`.
 LONG = {"choosing", "libraries"}
-NEEDS = {"trainers": ("transformers", "accelerate", "lightning")}
+NEEDS = {"trainers": ("transformers", "accelerate", "lightning"), "ray": ("ray",)}
 
 
 @pytest.mark.parametrize(
@@ -36,9 +36,12 @@ NEEDS = {"trainers": ("transformers", "accelerate", "lightning")}
     ],
 )
 def test_following(page, tmp_path, monkeypatch):
+    paths = [str(ROOT)]
     for package in NEEDS.get(page.stem, ()):
-        if importlib.util.find_spec(package) is None:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:
             pytest.skip(f"{package} is not installed")
+        paths.append(str(Path(spec.origin).parents[1]))
     # As they are installed beside this Python, but for what `tests.parallel.horovodrun` leaves out.
     for name, module in (("horovodrun", HOROVODRUN[-1]), ("hvd-gradcomp", "hvd_gradcomp")):
         script = tmp_path / "bin" / name
@@ -47,8 +50,11 @@ def test_following(page, tmp_path, monkeypatch):
         script.chmod(0o755)
     folders = (script.parent, Path(sys.executable).parent, os.environ["PATH"])
     monkeypatch.setenv("PATH", os.pathsep.join(map(str, folders)))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    problems = follow.follow([page], tmp_path, deadline=300)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    deadline = 500 if page.stem == "ray" else 300  # Ray takes minutes to start
+    problems = follow.follow([page], tmp_path, deadline=deadline)
     assert not problems, "\n\n".join(problems)
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import combinations
 from types import SimpleNamespace
 
+import matplotlib
 import pytest
 import torch
+from matplotlib import pyplot
 
 from benchmarks import codecs, curve, points
 from hvd_gradcomp import SparseGDCompressor, StromCompressor
+from hvd_gradcomp.cli import style
+
+matplotlib.use("Agg")
 
 SMALL = [("a.weight", (64, 700)), ("a.bias", (64,)), ("b.weight", (90, 80))]
 
@@ -115,6 +121,20 @@ def test_what_is_shown(tmp_path):
     assert "5.0 ms in one process, 1.50 times" in curve.copies_take(result())
     curve.draw(result(), tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 10_000
+
+
+def test_labels_at_the_ends_of_lines_do_not_overlap():
+    figure, axes = pyplot.subplots(layout="constrained")
+    for place in range(6):
+        axes.plot([1, 2], [place, 0.01 * place], label=f"line {place}")
+    axes.axhline(0.02, label="base")
+    axes.plot([1, 2], [0, 0])  # has no label
+    style.label_ends(axes)
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    pyplot.close(figure)
+    assert len(boxes) == 7
+    assert not any(one.overlaps(two) for one, two in combinations(boxes, 2))
 
 
 def test_rows_that_are_not_asked_for_stay(tmp_path, monkeypatch):

@@ -67,6 +67,13 @@ def test_each_block_says_what_it_is_for(page):
             assert block.file or block.reason == "excerpt", block.place
 
 
+def test_a_page_that_shows_a_change_runs_a_program():
+    """So that a reader can type it, and `tests/parallel/test_docs.py` does."""
+    shown = {block.page for block in BLOCKS if block.language == "diff"}
+    run = {block.page for block in BLOCKS if block.language == "console" and not block.reason}
+    assert len(shown) > 8 and not shown - run
+
+
 def includes():
     """Each directive that includes a file: its page, the path and its options."""
     directive = r"^ *(?:`{3,}|:{3,}|~{3,})\{(?:literal)?include\} *(\S+)\n((?: *:[\w-]+:.*\n)*)"
