@@ -125,7 +125,7 @@ class ThresholdCompressor(SparseCompressor):
     # -- one step ----------------------------------------------------------------------------
 
     def encode(self, level: CapacityLevel, inputs: StepInputs) -> tuple[Encoded, SparseState]:
-        _, ops, context, gradient, state, moment = inputs
+        _, ops, context, gradient, state, moment, _ = inputs
         layout, step = context.layout, context.step
         if ops.threshold_kernels is not None and self.rule is not None:
             arguments = state.memory, gradient, moment, state.sent

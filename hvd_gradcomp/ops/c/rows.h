@@ -83,6 +83,19 @@ static int64_t join(uint32_t *items, const int64_t *starts, const int64_t *count
 
 /* -- taking in and finding ------------------------------------------------------------------ */
 
+/* Elements before those that are written past the caches, which begin on a line. */
+static inline int64_t before_line(const float *r, int64_t n) {
+  int64_t head = (int64_t)(-(uintptr_t)r % LINE / sizeof(float));
+  return head < n ? head : 0;
+}
+
+/* Whether v lies beside r, and both are other memory than before, and much. */
+static inline int written_elsewhere(const float *r, const float *v, const float *r0,
+                                    const float *v0, int64_t n) {
+  int aside = !v || (v != v0 && ((uintptr_t)r - (uintptr_t)v) % LINE == 0);
+  return aside && r != r0 && (int64_t)sizeof(float) * n >= MUCH;
+}
+
 /* `from` may be x itself: nothing else overlaps. */
 FAST static void add(float *x, const float *from, const float *y, int64_t n) {
 #pragma GCC ivdep
@@ -109,6 +122,20 @@ static int64_t list_plainly(const rule *how, const float *r, const float *v, int
 
 #ifdef __x86_64__
 #include <immintrin.h>
+
+__attribute__((target("avx2"))) static inline void store_avx2(float *to, __m256 x, int past) {
+  if (past)
+    _mm256_stream_ps(to, x);
+  else
+    _mm256_storeu_ps(to, x);
+}
+
+__attribute__((target("avx512f"))) static inline void store_avx512(float *to, __m512 x, int past) {
+  if (past)
+    _mm512_stream_ps(to, x);
+  else
+    _mm512_storeu_ps(to, x);
+}
 
 __attribute__((target("avx2,bmi"))) static int64_t list_avx2(const rule *how, const float *r,
                                                               const float *v, int64_t n,

@@ -18,19 +18,6 @@ typedef struct {
   int past;                     /* r and v are written past the caches; see `write_past` */
 } piece;
 
-/* Elements before those that are written past the caches, which begin on a line. */
-static int64_t before_line(const piece *of, int64_t n) {
-  int64_t head = (int64_t)(-(uintptr_t)of->r % LINE / sizeof(float));
-  return of->past && head < n ? head : 0;
-}
-
-/* Whether v lies beside r, and both are other memory than before, and much. */
-static int written_elsewhere(const float *r, const float *v, const float *r0, const float *v0,
-                             int64_t n) {
-  int aside = !v || (v != v0 && ((uintptr_t)r - (uintptr_t)v) % LINE == 0);
-  return aside && r != r0 && (int64_t)sizeof(float) * n >= MUCH;
-}
-
 FAST static void add_square(float *x, const float *from, const float *y, int64_t n) {
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; i++) {
@@ -96,20 +83,6 @@ static int64_t take_in_plainly(const rule *how, const piece *of, int64_t first, 
 }
 
 #ifdef __x86_64__
-__attribute__((target("avx2"))) static inline void store_avx2(float *to, __m256 x, int past) {
-  if (past)
-    _mm256_stream_ps(to, x);
-  else
-    _mm256_storeu_ps(to, x);
-}
-
-__attribute__((target("avx512f"))) static inline void store_avx512(float *to, __m512 x, int past) {
-  if (past)
-    _mm512_stream_ps(to, x);
-  else
-    _mm512_storeu_ps(to, x);
-}
-
 __attribute__((target("avx2,bmi"))) static int64_t take_in_avx2(const rule *how, const piece *of,
                                                                  int64_t n, uint32_t *most) {
   const __m256 alpha = _mm256_set1_ps(how->alpha), tau = _mm256_set1_ps(how->tau);
@@ -118,7 +91,7 @@ __attribute__((target("avx2,bmi"))) static int64_t take_in_avx2(const rule *how,
   const __m256i corrected = _mm256_set1_epi32(how->corrects ? -1 : 0);
   const __m256i in_turn = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   __m256i largest = _mm256_setzero_si256();
-  int64_t run = before_line(of, n);
+  int64_t run = of->past ? before_line(of->r, n) : 0;
   int64_t count = take_in_plainly(how, of, 0, run, of->index, of->bits, most);
   for (; run + 32 <= n; run += 32) {
     __m256i passes[4];
@@ -170,7 +143,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl,popcnt"))) static int64_t take_
   const __m512i ahead = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __mmask16 corrected = how->corrects ? 0xffff : 0;
   __m512i largest = _mm512_setzero_si512();
-  int64_t run = before_line(of, n);
+  int64_t run = of->past ? before_line(of->r, n) : 0;
   int64_t count = take_in_plainly(how, of, 0, run, of->index, of->bits, most);
   for (; run + RUN <= n; run += RUN) {
     __m512 x[4];
