@@ -40,7 +40,15 @@ class FusedKernels:
 
 
 class ThresholdKernels(FusedKernels):
-    """Fused kernels of the methods with a rule for each element."""
+    """Fused kernels of the methods with a rule for each element.
+
+    Attributes:
+        checks: whether `write` can check the gradient in its walk.
+    """
+
+    def __init__(self, ops: Headers) -> None:
+        super().__init__(ops)
+        self.checks = ops.in_place
 
     def write(
         self,
@@ -52,6 +60,7 @@ class ThresholdKernels(FusedKernels):
         gradient: Tensor,
         moment: Tensor | None,
         before: Tensor,
+        checks: bool = False,
     ) -> Written:
         """Encode one rank's step.
 
@@ -64,6 +73,7 @@ class ThresholdKernels(FusedKernels):
             gradient: float32 [size].
             moment: float32 [size]; None if the step is the sample.
             before: int64 [layers], number of elements sent of each before.
+            checks: as for top-k.
         """
         ops, old = self.ops, list(memory[: 1 + rule.ambiguity])
         moments = () if moment is None or not rule.ambiguity else (moment,)
@@ -76,11 +86,15 @@ class ThresholdKernels(FusedKernels):
                 *(ops.number(), ops.number()),
                 ops.empty((len(layout.sizes),), "int64"),
                 *map(ops.writable, old),
+                *((ops.flag(),) if checks else ()),
             ),
             (step, capacity, rule.flags, not ops.in_place),
             rule.reals,
         )
-        written = Written(body, sent, wanted, before + per_layer, new)
+        finite = new.pop() if checks else True
+        written = Written(body, sent, wanted, before + per_layer, new, finite=finite)
+        if not finite:
+            return written
 
         def commit() -> None:
             ints = sent, capacity, rule.flags

@@ -1022,7 +1022,9 @@ static int body_bytes(const call *c, int64_t capacity, int64_t flags, int64_t *b
 }
 
 /* bucket, gradient, r[, v[, moment]]; step, capacity, flags, commits; rule
- * -> body, sent, wanted, per_layer, r[, v] */
+ * -> body, sent, wanted, per_layer, r[, v][, whether the gradient's squares are finite]
+ *
+ * What is not finite is not encoded. */
 static int plan_threshold_write(call *c) {
   int64_t bytes;
   TRY(takes(c, 3, 4, 5));
@@ -1039,7 +1041,7 @@ static int plan_threshold_write(call *c) {
   TRY(gives_number(c, 2, INT64));
   TRY(gives_vector(c, 3, INT64, LAYERS(0)));
   for (int64_t i = 0; i < fields; i++) TRY(gives_like(c, 4 + i, 2 + i));
-  return 0;
+  return c->n_out > 4 + fields ? gives_number(c, 4 + fields, BOOL) : 0;
 }
 
 static int run_threshold_write(call *c) {
@@ -1048,14 +1050,17 @@ static int run_threshold_write(call *c) {
   const place where = open_bucket(c, SIDE(c->ints[2]), NULL, &rest);
   int32_t *top = (int32_t *)rest;
   int64_t step = c->ints[0], capacity = c->ints[1], sent = -1, count;
-  int dense = capacity < 0, threads = (int)c->threads;
+  int dense = capacity < 0, threads = (int)c->threads, finite = 1;
   uint32_t *wanted = (uint32_t *)(rest + (4 * where.layers + 7) / 8 * 8);
   uint8_t *body = OUT(uint8_t, 0), *flags = how.powers ? body + where.side : (uint8_t *)wanted;
   int64_t *per_layer = OUT(int64_t, 3);
   float *r = OUT(float, 4), *v = how.ambiguity ? OUT(float, 5) : NULL;
+  int64_t fields = v ? 2 : 1, checks = c->n_out > 4 + fields;
   count = threshold_find(&how, &where, r, v, FLOATS(2), v ? FLOATS(3) : NULL, FLOATS(1),
                          c->n_in > 4 ? FLOATS(4) : NULL, dense ? NULL : wanted,
-                         dense ? flags : NULL, top, threads);
+                         dense ? flags : NULL, top, checks ? &finite : NULL, threads);
+  if (checks) *OUT(uint8_t, 4 + fields) = finite != 0;
+  if (!finite) return 0;
   if (count >= 0 && dense) {
     count = sent = threshold_places(&how, &where, r, flags, top, body, per_layer, threads);
   } else if (count >= 0) {

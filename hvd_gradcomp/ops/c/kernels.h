@@ -51,7 +51,7 @@ typedef struct {
 
 int64_t threshold_find(const rule *how, const place *where, float *r, float *v, const float *r0,
                    const float *v0, const float *g, const float *q, uint32_t *wanted, uint8_t *flags,
-                   int32_t *top, int threads);
+                   int32_t *top, int *finite, int threads);
 int64_t threshold_code(const rule *how, const place *where, uint32_t *wanted, int64_t count,
                    const int32_t *top, int threads);
 int64_t threshold_write(const rule *how, const place *where, const uint32_t *words, int64_t count,

@@ -120,12 +120,7 @@ __attribute__((target("avx2,bmi"))) static int64_t take_in_avx2(const collecting
       of->index[count] = of->base + (uint32_t)(run + i), of->bits[count++] = bits_of(sums[i]);
     }
   }
-  if (of->squares) {
-    float lanes[8];
-    _mm256_storeu_ps(lanes, _mm256_add_ps(_mm256_add_ps(squares[0], squares[1]),
-                                          _mm256_add_ps(squares[2], squares[3])));
-    for (int lane = 0; lane < 8; lane++) *of->squares += lanes[lane];
-  }
+  if (of->squares) *of->squares += sum_of_lanes_avx2(squares);
   return count + take_in_plainly(how, of, run, n, of->index + count, of->bits + count);
 }
 
@@ -165,9 +160,7 @@ __attribute__((target("avx512f,popcnt"))) static int64_t take_in_avx512(const co
       count += __builtin_popcount(passes[part]);
     }
   }
-  if (of->squares)
-    *of->squares += _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(squares[0], squares[1]),
-                                                       _mm512_add_ps(squares[2], squares[3])));
+  if (of->squares) *of->squares += sum_of_lanes_avx512(squares);
   return count + take_in_plainly(how, of, run, n, of->index + count, of->bits + count);
 }
 #endif
@@ -238,8 +231,8 @@ int topk_find(const collecting *how, const scope *of, float *r, float *u, const 
                  const float *u0, const float *g, const int64_t *k, const int64_t *slack,
                  const float *hint, const elements *found, int *finite, int threads) {
   int64_t n = of->where.size, groups = groups_of(of);
-  int in_place = r && (r == r0 || (u && u == u0)), checks = finite && !in_place;
-  if (finite) *finite = !in_place || sum_finite(g, n, 1, threads);
+  int checks = finite && !in_place(r, u, r0, u0);
+  if (finite) *finite = checks || sum_finite(g, n, 1, threads);
   if (finite && !*finite) return 0;
   int64_t *counts = calloc((size_t)(threads * groups + groups + 1), sizeof(int64_t));
   if (!counts) return NO_MEMORY;
