@@ -58,6 +58,7 @@ class StepInputs(NamedTuple):
     gradient: Tensor
     state: State
     moment: Tensor | None = None
+    unchecked: bool = False  # nobody has looked yet whether the gradient can be stored
 
 
 class Payloads(NamedTuple):
@@ -76,6 +77,7 @@ class Encoded(NamedTuple):
     wanted: Any
     undo_log: UndoLog | None = None
     commit: Callable[[], None] = lambda: None  # commits once the exchange has succeeded
+    finite: bool = True  # False if the gradient was `unchecked` and cannot be stored
 
 
 class SparseCompressor(Clipping, Handover):
@@ -138,6 +140,11 @@ class SparseCompressor(Clipping, Handover):
     @abstractmethod
     def encode(self, level: CapacityLevel, inputs: StepInputs) -> tuple[Encoded, Any]:
         """Encode this rank's payload; return it and the state. Donating the state's memory."""
+
+    def checks_gradient(self, ops: Ops, context: Context, level: CapacityLevel) -> bool:
+        """Return True if `encode` takes an `unchecked` gradient and checks it in its own walk."""
+        del ops, context, level
+        return False
 
     @abstractmethod
     def decode_sum(self, ops: Ops, layout: Layout, payloads: Payloads, scratch: Tensor) -> Tensor:
@@ -301,16 +308,22 @@ def _encoded(
     level: CapacityLevel, inputs: StepInputs
 ) -> tuple[Encoded, wire.Header, Tensor, SparseState]:
     """Return the encoded step, its header, memory for the result, and the updated state."""
-    codec, ops, context, gradient, state, moment = inputs
+    codec, ops, context, gradient, state, moment, _ = inputs
     layout, step = context.layout, context.step
-    if moment is None:
-        finite, gradient = patterns.check_storable(ops, gradient)
-    else:
+    unchecked = moment is None and codec.checks_gradient(ops, context, level)
+    finite: Any = True
+    if moment is not None:
         finite, gradient, moment = ops.check_finite_with(gradient, moment)
+    elif not unchecked:
+        finite, gradient = patterns.check_storable(ops, gradient)
+    if finite is not False:
+        inputs = inputs._replace(gradient=gradient, moment=moment, unchecked=unchecked)
+        encoded, encoded_state = codec.encode(level, inputs)
+        finite = encoded.finite if unchecked else finite
     if finite is False:
         encoded = codec.nothing(ops, layout, level)
     else:
-        encoded, state = codec.encode(level, inputs._replace(gradient=gradient, moment=moment))
+        state = encoded_state
     number, digest, step = codec.algorithm, codec.digest(layout), step % (1 << 32)
     sent, wanted = encoded.sent, encoded.wanted
     header = wire.Header(number, digest, step, level.index, sent, wanted, finite)

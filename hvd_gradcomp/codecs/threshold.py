@@ -124,12 +124,22 @@ class ThresholdCompressor(SparseCompressor):
 
     # -- one step ----------------------------------------------------------------------------
 
+    def checks_gradient(self, ops: Ops, context: Context, level: CapacityLevel) -> bool:
+        del context, level
+        kernels = ops.threshold_kernels
+        return self.rule is not None and kernels is not None and bool(kernels.checks)
+
     def encode(self, level: CapacityLevel, inputs: StepInputs) -> tuple[Encoded, SparseState]:
-        _, ops, context, gradient, state, moment = inputs
+        _, ops, context, gradient, state, moment, unchecked = inputs
         layout, step = context.layout, context.step
         if ops.threshold_kernels is not None and self.rule is not None:
             arguments = state.memory, gradient, moment, state.sent
-            written = ops.threshold_kernels.write(self.rule, layout, level, step, *arguments)
+            checks = {"checks": True} if unchecked else {}
+            written = ops.threshold_kernels.write(
+                self.rule, layout, level, step, *arguments, **checks
+            )
+            if not written.finite:
+                return Encoded(written.body, 0, 0, finite=False), state
             body = self._coded(ops, context, level, written.body)
             encoded = Encoded(body, written.sent, written.wanted, commit=written.commit)
             memory = type(state.memory)(*written.memory)

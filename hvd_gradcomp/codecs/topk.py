@@ -181,13 +181,28 @@ class TopKCompressor(SparseCompressor):
 
     # -- one step ----------------------------------------------------------------------------
 
+    def checks_gradient(self, ops: Ops, context: Context, level: CapacityLevel) -> bool:
+        spec = BodySpec.on(self, context.layout, level)
+        if self.rule is None or not spec.is_fused(ops) or not ops.topk_kernels.checks:
+            return False
+        return not self.looks_at_gradient(context.step)
+
+    def looks_at_gradient(self, step: Any) -> bool:
+        """Return True if `k_per_layer` reads the gradient in this step, which is checked before."""
+        del step
+        return type(self).k_per_layer is not TopKCompressor.k_per_layer
+
     def encode(self, level: CapacityLevel, inputs: StepInputs) -> tuple[Encoded, Any]:
-        _, ops, context, gradient, state, _ = inputs
+        _, ops, context, gradient, state, _, unchecked = inputs
         layout, step = context.layout, context.step
         scope, spec = Scope(layout, self.of_model), BodySpec.on(self, layout, level)
         wanted, state = self.k_per_layer(ops, layout, step, gradient, state)
         if self.rule is not None and spec.is_fused(ops):
-            encoded, state = _encode_fused(ops, scope, spec, step, wanted, gradient, state)
+            encoded, state = _encode_fused(
+                ops, scope, spec, step, wanted, gradient, state, unchecked
+            )
+            if not encoded.finite:
+                return encoded, inputs.state
             return encoded._replace(body=spec.coded(ops, encoded.body)), state
         k_per_layer, total = _shared(ops, spec, wanted)
         k_per_layer = ops.words(self.limits(layout)) if k_per_layer is None else k_per_layer
@@ -453,6 +468,7 @@ def _encode_fused(
     wanted: Tensor | None,
     gradient: Tensor,
     state: Any,
+    unchecked: bool,
 ) -> tuple[Encoded, Any]:
     compressor, form, kernels = spec.compressor, spec.form, ops.topk_kernels
     limits = compressor.limits(spec.layout)
@@ -462,7 +478,12 @@ def _encode_fused(
         total = written.wanted
     else:
         k_per_layer, total = _shared(ops, spec, wanted)
-        written = kernels.write(compressor.rule, scope, form, step, k_per_layer, *arguments)
+        checks = {"checks": True} if unchecked else {}
+        written = kernels.write(
+            compressor.rule, scope, form, step, k_per_layer, *arguments, **checks
+        )
+    if not written.finite:
+        return Encoded(written.body, 0, 0, finite=False), state
     encoded = Encoded(written.body, written.sent, total, commit=written.commit)
     memory = type(state.memory)(*written.memory)
     return encoded, state._replace(memory=memory, sent=written.per_layer, hint=written.hint)

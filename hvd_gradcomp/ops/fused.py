@@ -40,7 +40,15 @@ class FusedKernels:
 
 
 class ThresholdKernels(FusedKernels):
-    """Fused kernels of the methods with a rule for each element."""
+    """Fused kernels of the methods with a rule for each element.
+
+    Attributes:
+        checks: whether `write` can check the gradient in its walk.
+    """
+
+    def __init__(self, ops: Headers) -> None:
+        super().__init__(ops)
+        self.checks = ops.in_place
 
     def write(
         self,
@@ -52,6 +60,7 @@ class ThresholdKernels(FusedKernels):
         gradient: Tensor,
         moment: Tensor | None,
         before: Tensor,
+        checks: bool = False,
     ) -> Written:
         """Encode one rank's step.
 
@@ -64,6 +73,7 @@ class ThresholdKernels(FusedKernels):
             gradient: float32 [size].
             moment: float32 [size]; None if the step is the sample.
             before: int64 [layers], number of elements sent of each before.
+            checks: as for top-k.
         """
         ops, old = self.ops, list(memory[: 1 + rule.ambiguity])
         moments = () if moment is None or not rule.ambiguity else (moment,)
@@ -76,11 +86,15 @@ class ThresholdKernels(FusedKernels):
                 *(ops.number(), ops.number()),
                 ops.empty((len(layout.sizes),), "int64"),
                 *map(ops.writable, old),
+                *((ops.flag(),) if checks else ()),
             ),
             (step, capacity, rule.flags, not ops.in_place),
             rule.reals,
         )
-        written = Written(body, sent, wanted, before + per_layer, new)
+        finite = new.pop() if checks else True
+        written = Written(body, sent, wanted, before + per_layer, new, finite=finite)
+        if not finite:
+            return written
 
         def commit() -> None:
             ints = sent, capacity, rule.flags
@@ -124,6 +138,7 @@ class TopKKernels(FusedKernels):
         looks: whether `add` itself checks that the sum is finite.
         shares: whether `write` accepts the `wanted` of `Indexing.shares` as the quota.
         removes: whether `write` removes the sent elements from the memory, before `commit`.
+        checks: whether `write` can check the gradient in its walk.
     """
 
     leads = True
@@ -131,7 +146,7 @@ class TopKKernels(FusedKernels):
 
     def __init__(self, ops: Headers) -> None:
         super().__init__(ops)
-        self.removes = not ops.in_place
+        self.removes, self.checks = not ops.in_place, ops.in_place
 
     def write(
         self,
@@ -145,6 +160,7 @@ class TopKKernels(FusedKernels):
         memory: Sequence[Tensor],
         gradient: Tensor,
         before: Tensor,
+        checks: bool = False,
     ) -> Written:
         """Encode one rank's step.
 
@@ -159,9 +175,15 @@ class TopKKernels(FusedKernels):
             memory: r and, with momentum, u; float32 [size]. Donating.
             gradient: float32 [size].
             before: int64 [layers], number of elements sent of each before.
+            checks: check the gradient's squares, as `Headers.check_finite` does, and leave the
+                memory as it is unless they are finite.
         """
         memory = memory[: 2 if how.momentum else 1]
-        written = self._write(how, scope, form, step, quota, limits, hint, memory, gradient)
+        written = self._write(
+            how, scope, form, step, quota, limits, hint, memory, gradient, checks=checks
+        )
+        if not written.finite:
+            return written
 
         def commit() -> None:
             inputs = self.ops.numbers_of(scope.layout), self.ops.numbers_of(form), written.body
@@ -198,6 +220,7 @@ class TopKKernels(FusedKernels):
         memory: Sequence[Tensor],
         gradient: Tensor,
         accumulates: bool = True,
+        checks: bool = False,
     ) -> Written:
         """Encode a step from r and u in `memory`, which stay unchanged unless it accumulates."""
         ops, layout = self.ops, scope.layout
@@ -214,11 +237,13 @@ class TopKKernels(FusedKernels):
                 ops.empty((len(layout.sizes),), "int64"),
                 ops.empty(hint.shape),
                 *(map(ops.writable, memory) if accumulates else ()),
+                *((ops.flag(),) if checks else ()),
             ),
             (step, scope.whole, how.nesterov, how.masking, not ops.in_place),
             (how.momentum,),
         )
-        return Written(body, sent, chosen, per_layer, new, hint=fresh)
+        finite = new.pop() if checks else True
+        return Written(body, sent, chosen, per_layer, new, hint=fresh, finite=finite)
 
     def values(
         self, layout: Layout, form: Form, body: Tensor, r: Tensor, gradient: Tensor

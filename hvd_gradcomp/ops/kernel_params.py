@@ -76,6 +76,7 @@ class Written(NamedTuple):
         memory: with the gradient accumulated.
         commit: removes the sent elements from the memory, in place, if that is still to be done.
         hint: where to look first in the next step; float32 [groups], for top-k only.
+        finite: False if the gradient was checked and is not finite: nothing else means anything.
     """
 
     body: Tensor
@@ -85,6 +86,7 @@ class Written(NamedTuple):
     memory: Sequence[Tensor]
     commit: Callable[[], None] = lambda: None
     hint: Tensor | None = None
+    finite: bool = True
 
 
 class Collecting(NamedTuple):

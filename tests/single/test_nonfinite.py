@@ -203,6 +203,38 @@ def test_what_is_kept_is_whole_and_steps_are_the_same(compressor):
         assert all(torch.equal(x, y) for (_, x), (_, y) in zip(leaves(one), leaves(other)))
 
 
+@pytest.mark.parametrize("value", [float("nan"), -float("inf"), 2.0**59], ids=str)
+@pytest.mark.parametrize("compressor", WORDS + LARGEST, ids=repr)
+def test_a_poisoned_gradient_changes_no_kept_state(compressor, value):
+    """Kernels check it while they write the next state beside the kept one; 2**59 is too large.
+
+    Steps that succeed are those of a world that has never seen the poison.
+    """
+    if np.isfinite(value) and getattr(compressor, "clip_norm", None) is not None:
+        pytest.skip("what is large is clipped")
+    layout = Layout(("a", "b", "c"), ((40_003,), (101,), (300_001,)), block=compressor.block)
+    keeping = TorchOps()
+    world, plain = World(compressor, keeping, layout, 2), World(compressor, TorchOps(), layout, 2)
+    generator = torch.Generator().manual_seed(1)
+    for step, place in enumerate([None, 17, 40_040, 40_200, 340_000, None]):
+        kept = [x for state in world.states for _, x in leaves(state)]
+        before = [x.clone() for x in kept]
+        drawn = [[torch.randn(s, generator=generator) for s in layout.shapes] for _ in range(2)]
+        gradients = [world.flat(tensors) for tensors in drawn]
+        keeping.snapshot(kept)
+        if place is None:
+            totals = world.step([g.clone() for g in gradients])
+            assert all(map(torch.equal, totals, plain.step(gradients)))
+        else:
+            gradients[step % 2][place] = value
+            with pytest.raises(NonFiniteGradientError, match="its gradient"):
+                world.step(gradients)
+        assert all(map(torch.equal, kept, before))
+        keeping.release_snapshot(kept, [x for state in world.states for _, x in leaves(state)])
+    for one, other in zip(world.states, plain.states):
+        assert all(torch.equal(x, y) for (_, x), (_, y) in zip(leaves(one), leaves(other)))
+
+
 SINGLE_SUMS = LINEAR + QUANTIZED + [c for c in WORDS if isinstance(c, VarianceCompressor)]
 
 

@@ -19,6 +19,7 @@ from hvd_gradcomp import (
     TernGradCompressor,
     VarianceCompressor,
 )
+from hvd_gradcomp.method.compressor import leaves
 from hvd_gradcomp.ops import building, native
 from hvd_gradcomp.testing import World
 from tests.kernels import NATIVE, TorchOps, assert_alike, layout_of, threads, torch
@@ -80,4 +81,36 @@ def test_same_bits_on_every_processor(library, compressor):
             assert all(
                 map(torch.equal, here.step(drawn, **extra), other_world.step(drawn, **extra))
             )
+            assert_alike(here, other_world)
+
+
+KEPT = [
+    VarianceCompressor(alpha=2.0),
+    StromCompressor(tau=2.5),
+    SparseGDCompressor(density=0.01),
+    DGCCompressor(density=0.05, momentum=0.9),
+    DGCCompressor(density=0.01, momentum=0.9, nesterov=True, masking=False),
+]
+
+
+@pytest.mark.parametrize("compressor", KEPT, ids=repr)
+def test_same_bits_past_the_caches(library, compressor):
+    """States that are kept, and so much of them that the next is written past the caches."""
+    layout = layout_of(40_003, 101, 300_001)
+    ops = TorchOps()
+    with mock.patch("hvd_gradcomp.ops.torch.base.library", lambda: library):
+        other = TorchOps()
+    here, other_world = (World(compressor, o, layout, 2) for o in (ops, other))
+    generator = torch.Generator().manual_seed(1)
+    with threads(2):
+        for _ in range(3):
+            layers = [[torch.randn(n, generator=generator) for n in layout.sizes] for _ in range(2)]
+            drawn = [here.flat(tensors) for tensors in layers]
+            kept = [x for state in other_world.states for _, x in leaves(state)]
+            before = [x.clone() for x in kept]
+            other.snapshot(kept)
+            assert all(map(torch.equal, here.step(drawn), other_world.step(drawn)))
+            assert all(map(torch.equal, kept, before))
+            now = [x for state in other_world.states for _, x in leaves(state)]
+            other.release_snapshot(kept, now)
             assert_alike(here, other_world)

@@ -121,6 +121,9 @@ class EGCCompressor(MomentumCorrected):
         # for the maximum.
         return k_per_layer, state._replace(quota=k_per_layer)
 
+    def looks_at_gradient(self, step: Any) -> bool:
+        return bool(step % self.entropy_interval == 0)
+
     def _k_by_entropy(self, ops: Ops, layout: Layout, gradient: Tensor) -> Tensor:
         sizes = ops.cast(ops.words(layout.sizes), "float64")
         entropy = entropy_of_layers(ops, layout, gradient, self.bins)

@@ -1022,7 +1022,9 @@ static int body_bytes(const call *c, int64_t capacity, int64_t flags, int64_t *b
 }
 
 /* bucket, gradient, r[, v[, moment]]; step, capacity, flags, commits; rule
- * -> body, sent, wanted, per_layer, r[, v] */
+ * -> body, sent, wanted, per_layer, r[, v][, whether the gradient's squares are finite]
+ *
+ * What is not finite is not encoded. */
 static int plan_threshold_write(call *c) {
   int64_t bytes;
   TRY(takes(c, 3, 4, 5));
@@ -1039,7 +1041,7 @@ static int plan_threshold_write(call *c) {
   TRY(gives_number(c, 2, INT64));
   TRY(gives_vector(c, 3, INT64, LAYERS(0)));
   for (int64_t i = 0; i < fields; i++) TRY(gives_like(c, 4 + i, 2 + i));
-  return 0;
+  return c->n_out > 4 + fields ? gives_number(c, 4 + fields, BOOL) : 0;
 }
 
 static int run_threshold_write(call *c) {
@@ -1048,14 +1050,17 @@ static int run_threshold_write(call *c) {
   const place where = open_bucket(c, SIDE(c->ints[2]), NULL, &rest);
   int32_t *top = (int32_t *)rest;
   int64_t step = c->ints[0], capacity = c->ints[1], sent = -1, count;
-  int dense = capacity < 0, threads = (int)c->threads;
+  int dense = capacity < 0, threads = (int)c->threads, finite = 1;
   uint32_t *wanted = (uint32_t *)(rest + (4 * where.layers + 7) / 8 * 8);
   uint8_t *body = OUT(uint8_t, 0), *flags = how.powers ? body + where.side : (uint8_t *)wanted;
   int64_t *per_layer = OUT(int64_t, 3);
   float *r = OUT(float, 4), *v = how.ambiguity ? OUT(float, 5) : NULL;
+  int64_t fields = v ? 2 : 1, checks = c->n_out > 4 + fields;
   count = threshold_find(&how, &where, r, v, FLOATS(2), v ? FLOATS(3) : NULL, FLOATS(1),
                          c->n_in > 4 ? FLOATS(4) : NULL, dense ? NULL : wanted,
-                         dense ? flags : NULL, top, threads);
+                         dense ? flags : NULL, top, checks ? &finite : NULL, threads);
+  if (checks) *OUT(uint8_t, 4 + fields) = finite != 0;
+  if (!finite) return 0;
   if (count >= 0 && dense) {
     count = sent = threshold_places(&how, &where, r, flags, top, body, per_layer, threads);
   } else if (count >= 0) {
@@ -1129,9 +1134,9 @@ static int form_of(const call *c, int needs_values, form *as, int64_t *bytes) {
 }
 
 /* bucket, form, strides, quota, slack, hint, gradient, r[, u]; step, whole, nesterov, masking,
- * commits; momentum -> body, sent, chosen, per_layer, hint[, r[, u]]
+ * commits; momentum -> body, sent, chosen, per_layer, hint[, r[, u][, whether g's squares are finite]]
  *
- * Without the last outputs the memory stays as it is. */
+ * Without r and u the memory stays as it is. What is not finite is not encoded. */
 static int plan_topk_write(call *c) {
   form as;
   int64_t bytes;
@@ -1140,7 +1145,9 @@ static int plan_topk_write(call *c) {
   TRY(form_of(c, 0, &as, &bytes));
   int64_t size = *INT64S(0), layers = LAYERS(0), groups = c->ints[1] ? 1 : layers;
   int64_t fields = *c->floats != 0 ? 2 : 1;
-  NEED(c->n_in == 7 + fields && *c->ints >= 0 && (c->n_out == 5 || c->n_out == 5 + fields),
+  int checks = c->n_out == 6 + fields;
+  NEED(c->n_in == 7 + fields && *c->ints >= 0 &&
+           (c->n_out == 5 || c->n_out == 5 + fields || checks),
        "a memory of %lld tensors", (long long)fields);
   TRY(is_vector(c, 2, INT64, layers));
   for (int i = 3; i < 6; i++) TRY(is_vector(c, i, i < 5 ? INT64 : FLOAT, groups));
@@ -1157,8 +1164,8 @@ static int plan_topk_write(call *c) {
   TRY(gives_number(c, 2, INT64));
   TRY(gives_vector(c, 3, INT64, layers));
   TRY(gives_vector(c, 4, FLOAT, groups));
-  for (int64_t i = 5; i < c->n_out; i++) TRY(gives_like(c, i, 2 + i));
-  return 0;
+  for (int64_t i = 5; i < c->n_out - checks; i++) TRY(gives_like(c, i, 2 + i));
+  return checks ? gives_number(c, c->n_out - 1, BOOL) : 0;
 }
 
 static int run_topk_write(call *c) {
@@ -1169,16 +1176,19 @@ static int run_topk_write(call *c) {
   const place where = open_bucket(c, 0, &offsets, &rest);
   const int64_t *sizes = INT64S(0) + 2, *k = INT64S(3), *slack = INT64S(4);
   int64_t step = c->ints[0], whole = c->ints[1] != 0, *per_layer = OUT(int64_t, 3);
-  int threads = (int)c->threads, looks = c->n_out == 5;
+  int threads = (int)c->threads, looks = c->n_out == 5, finite = 1;
+  int checks = c->n_out > 5 + (*c->floats != 0 ? 2 : 1);
   for (int64_t i = 0; i < where.layers; i++) all_elements += sizes[i];
   const collecting how = {(float)*c->floats, c->ints[2] != 0, c->ints[3] != 0};
   const scope of = {where, offsets, sizes, INT64S(2), all_elements, (int32_t)whole};
   int64_t *count = (int64_t *)rest;
   uint32_t *index = (uint32_t *)(count + (whole ? 1 : where.layers)), *bits = index + where.size;
   const elements found = {index, bits, count};
-  float *r = looks ? NULL : OUT(float, 5), *u = looks || c->n_out == 6 ? NULL : OUT(float, 6);
+  float *r = looks ? NULL : OUT(float, 5), *u = looks || *c->floats == 0 ? NULL : OUT(float, 6);
   TRY(topk_find(&how, &of, r, u, FLOATS(7), c->n_in > 8 ? FLOATS(8) : NULL, FLOATS(6), k, slack,
-                FLOATS(5), &found, threads));
+                FLOATS(5), &found, checks ? &finite : NULL, threads));
+  if (checks) *OUT(uint8_t, c->n_out - 1) = finite != 0;
+  if (!finite) return 0;
   topk_again(&of, looks ? FLOATS(7) : r, looks ? FLOATS(6) : NULL, k, slack, &found, threads);
   memcpy(OUT(float, 4), FLOATS(5), 4 * (size_t)c->in[5].length);
   int64_t chosen = topk_choose(&of, step, k, &found, OUT(float, 4), threads);

@@ -51,7 +51,7 @@ typedef struct {
 
 int64_t threshold_find(const rule *how, const place *where, float *r, float *v, const float *r0,
                    const float *v0, const float *g, const float *q, uint32_t *wanted, uint8_t *flags,
-                   int32_t *top, int threads);
+                   int32_t *top, int *finite, int threads);
 int64_t threshold_code(const rule *how, const place *where, uint32_t *wanted, int64_t count,
                    const int32_t *top, int threads);
 int64_t threshold_write(const rule *how, const place *where, const uint32_t *words, int64_t count,
@@ -67,7 +67,7 @@ void threshold_add_places(const rule *how, const place *where, const uint8_t *bo
                       int64_t ranks, const float *weights, float *total, int threads);
 int topk_find(const collecting *how, const scope *of, float *r, float *u, const float *r0,
                  const float *u0, const float *g, const int64_t *k, const int64_t *slack,
-                 const float *hint, const elements *found, int threads);
+                 const float *hint, const elements *found, int *finite, int threads);
 void topk_again(const scope *of, const float *r, const float *g, const int64_t *k,
                    const int64_t *slack, const elements *found, int threads);
 int64_t topk_choose(const scope *of, int64_t step, const int64_t *k, const elements *found,

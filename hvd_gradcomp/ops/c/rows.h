@@ -83,6 +83,24 @@ static int64_t join(uint32_t *items, const int64_t *starts, const int64_t *count
 
 /* -- taking in and finding ------------------------------------------------------------------ */
 
+/* Elements before those that are written past the caches, which begin on a line. */
+static inline int64_t before_line(const float *r, int64_t n) {
+  int64_t head = (int64_t)(-(uintptr_t)r % LINE / sizeof(float));
+  return head < n ? head : 0;
+}
+
+/* Whether one of two is the same memory as before. */
+static inline int in_place(const float *r, const float *v, const float *r0, const float *v0) {
+  return r == r0 || (v && v == v0);
+}
+
+/* Whether v lies beside r, and both are other memory than before, and much. */
+static inline int written_elsewhere(const float *r, const float *v, const float *r0,
+                                    const float *v0, int64_t n) {
+  int beside = !v || ((uintptr_t)r - (uintptr_t)v) % LINE == 0;
+  return beside && !in_place(r, v, r0, v0) && (int64_t)sizeof(float) * n >= MUCH;
+}
+
 /* `from` may be x itself: nothing else overlaps. */
 FAST static void add(float *x, const float *from, const float *y, int64_t n) {
 #pragma GCC ivdep
@@ -109,6 +127,32 @@ static int64_t list_plainly(const rule *how, const float *r, const float *v, int
 
 #ifdef __x86_64__
 #include <immintrin.h>
+
+__attribute__((target("avx2"))) static inline float sum_of_lanes_avx2(const __m256 x[4]) {
+  float lanes[8], total = 0.0f;
+  _mm256_storeu_ps(lanes, _mm256_add_ps(_mm256_add_ps(x[0], x[1]), _mm256_add_ps(x[2], x[3])));
+  for (int lane = 0; lane < 8; lane++) total += lanes[lane];
+  return total;
+}
+
+__attribute__((target("avx512f"))) static inline float sum_of_lanes_avx512(const __m512 x[4]) {
+  return _mm512_reduce_add_ps(
+      _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3])));
+}
+
+__attribute__((target("avx2"))) static inline void store_avx2(float *to, __m256 x, int past) {
+  if (past)
+    _mm256_stream_ps(to, x);
+  else
+    _mm256_storeu_ps(to, x);
+}
+
+__attribute__((target("avx512f"))) static inline void store_avx512(float *to, __m512 x, int past) {
+  if (past)
+    _mm512_stream_ps(to, x);
+  else
+    _mm512_storeu_ps(to, x);
+}
 
 __attribute__((target("avx2,bmi"))) static int64_t list_avx2(const rule *how, const float *r,
                                                               const float *v, int64_t n,

@@ -15,21 +15,9 @@ typedef struct {
   uint32_t base;                /* the first index */
   uint32_t *index, *bits;       /* of what is wanted; NULL, and then there are */
   uint8_t *flags;
+  float *squares; /* to which those of g are added; NULL, and then they are not */
   int past;                     /* r and v are written past the caches; see `write_past` */
 } piece;
-
-/* Elements before those that are written past the caches, which begin on a line. */
-static int64_t before_line(const piece *of, int64_t n) {
-  int64_t head = (int64_t)(-(uintptr_t)of->r % LINE / sizeof(float));
-  return of->past && head < n ? head : 0;
-}
-
-/* Whether v lies beside r, and both are other memory than before, and much. */
-static int written_elsewhere(const float *r, const float *v, const float *r0, const float *v0,
-                             int64_t n) {
-  int aside = !v || (v != v0 && ((uintptr_t)r - (uintptr_t)v) % LINE == 0);
-  return aside && r != r0 && (int64_t)sizeof(float) * n >= MUCH;
-}
 
 FAST static void add_square(float *x, const float *from, const float *y, int64_t n) {
 #pragma GCC ivdep
@@ -71,6 +59,7 @@ static int64_t take_in_plainly(const rule *how, const piece *of, int64_t first, 
   float *r = of->r + first, *v = how->ambiguity ? of->v + first : NULL, before[CHUNK];
   int64_t size = n - first, fresh = 0;
   if (size <= 0) return 0;
+  if (of->squares) *of->squares += sum_of(of->g + first, size, 1);
   add(r, of->r0 + first, of->g + first, size);
   if (v && of->q)
     add(v, of->v0 + first, of->q + first, size);
@@ -96,20 +85,6 @@ static int64_t take_in_plainly(const rule *how, const piece *of, int64_t first, 
 }
 
 #ifdef __x86_64__
-__attribute__((target("avx2"))) static inline void store_avx2(float *to, __m256 x, int past) {
-  if (past)
-    _mm256_stream_ps(to, x);
-  else
-    _mm256_storeu_ps(to, x);
-}
-
-__attribute__((target("avx512f"))) static inline void store_avx512(float *to, __m512 x, int past) {
-  if (past)
-    _mm512_stream_ps(to, x);
-  else
-    _mm512_storeu_ps(to, x);
-}
-
 __attribute__((target("avx2,bmi"))) static int64_t take_in_avx2(const rule *how, const piece *of,
                                                                  int64_t n, uint32_t *most) {
   const __m256 alpha = _mm256_set1_ps(how->alpha), tau = _mm256_set1_ps(how->tau);
@@ -118,13 +93,16 @@ __attribute__((target("avx2,bmi"))) static int64_t take_in_avx2(const rule *how,
   const __m256i corrected = _mm256_set1_epi32(how->corrects ? -1 : 0);
   const __m256i in_turn = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   __m256i largest = _mm256_setzero_si256();
-  int64_t run = before_line(of, n);
+  __m256 squares[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(),
+                       _mm256_setzero_ps()};
+  int64_t run = of->past ? before_line(of->r, n) : 0;
   int64_t count = take_in_plainly(how, of, 0, run, of->index, of->bits, most);
   for (; run + 32 <= n; run += 32) {
     __m256i passes[4];
     for (int part = 0; part < 4; part++) {
       const int64_t i = run + 8 * part;
       const __m256 g = _mm256_loadu_ps(of->g + i);
+      if (of->squares) squares[part] = _mm256_add_ps(squares[part], _mm256_mul_ps(g, g));
       const __m256 x = _mm256_add_ps(_mm256_loadu_ps(of->r0 + i), g);
       const __m256i size = _mm256_and_si256(_mm256_castps_si256(x), magnitude);
       __m256i pass = _mm256_set1_epi32(-1);
@@ -160,6 +138,7 @@ __attribute__((target("avx2,bmi"))) static int64_t take_in_avx2(const rule *how,
   _mm256_storeu_si256((__m256i *)sizes, largest);
   for (int lane = 0; lane < 8; lane++)
     if ((uint32_t)sizes[lane] > *most) *most = (uint32_t)sizes[lane];
+  if (of->squares) *of->squares += sum_of_lanes_avx2(squares);
   return count + take_in_plainly(how, of, run, n, of->index + count, of->bits + count, most);
 }
 
@@ -170,7 +149,9 @@ __attribute__((target("avx512f,avx512bw,avx512vl,popcnt"))) static int64_t take_
   const __m512i ahead = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __mmask16 corrected = how->corrects ? 0xffff : 0;
   __m512i largest = _mm512_setzero_si512();
-  int64_t run = before_line(of, n);
+  __m512 squares[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(),
+                       _mm512_setzero_ps()};
+  int64_t run = of->past ? before_line(of->r, n) : 0;
   int64_t count = take_in_plainly(how, of, 0, run, of->index, of->bits, most);
   for (; run + RUN <= n; run += RUN) {
     __m512 x[4];
@@ -178,6 +159,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl,popcnt"))) static int64_t take_
     for (int part = 0; part < 4; part++) {
       const int64_t i = run + 16 * part;
       const __m512 g = _mm512_loadu_ps(of->g + i);
+      if (of->squares) squares[part] = _mm512_add_ps(squares[part], _mm512_mul_ps(g, g));
       __mmask16 pass = 0xffff;
       x[part] = _mm512_add_ps(_mm512_loadu_ps(of->r0 + i), g);
       store_avx512(of->r + i, x[part], of->past);
@@ -211,6 +193,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl,popcnt"))) static int64_t take_
   }
   uint32_t here = _mm512_reduce_max_epu32(largest);
   if (here > *most) *most = here;
+  if (of->squares) *of->squares += sum_of_lanes_avx512(squares);
   return count + take_in_plainly(how, of, run, n, of->index + count, of->bits + count, most);
 }
 #endif
@@ -236,12 +219,16 @@ static int64_t take_in(const rule *how, const piece *of, int64_t n, uint32_t *mo
  * wanted [2, size]: their indices, ascending, in the beginning, and what r holds there, as bits; or
  * NULL, and then flags [size]: 1 for each of them, and 0.
  * top [layers]: the largest exponent of a wanted element, as it stands in a float.
+ * finite: as for `topk_find`.
  * Returns how many are wanted; -1 without memory.
  */
 int64_t threshold_find(const rule *how, const place *where, float *r, float *v, const float *r0,
                    const float *v0, const float *g, const float *q, uint32_t *wanted, uint8_t *flags,
-                   int32_t *top, int threads) {
+                   int32_t *top, int *finite, int threads) {
   int64_t n = where->size;
+  int checks = finite && !in_place(r, v, r0, v0);
+  if (finite) *finite = checks || sum_finite(g, n, 1, threads);
+  if (finite && !*finite) return 0;
   int64_t *starts = malloc(2 * sizeof(int64_t) * (size_t)threads), *counts = starts + threads;
   uint32_t *tops = calloc((size_t)(threads * where->layers), sizeof(uint32_t));
   if (!starts || !tops) {
@@ -250,7 +237,8 @@ int64_t threshold_find(const rule *how, const place *where, float *r, float *v, 
     return -1;
   }
   const int past = written_elsewhere(r, v, r0, v0, n);
-  IN_PIECES
+  float squares = 0.0f;
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(+ : squares)
   for (int t = 0; t < threads; t++) {
     int64_t start = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads);
     int64_t count = 0;
@@ -267,12 +255,14 @@ int64_t threshold_find(const rule *how, const place *where, float *r, float *v, 
                           .index = out,
                           .bits = wanted ? out + n : NULL,
                           .flags = wanted ? NULL : flags + at,
+                          .squares = checks ? &squares : NULL,
                           .past = past};
       count += take_in(how, &here, end - at, tops + t * where->layers + layer_of(where, at));
     }
     starts[t] = start, counts[t] = count;
     written_past();
   }
+  if (checks) *finite = isfinite(squares * 4096.0f) != 0;
   for (int64_t layer = 0; layer < where->layers; layer++) {
     uint32_t most = 0;
     for (int t = 0; t < threads; t++)

@@ -28,12 +28,18 @@ static int64_t start_of(const scope *of, int64_t group) {
 
 /* -- finding --------------------------------------------------------------------------------- */
 
+/* Beyond this lies what is as large as a bound, and not zero: not below a float is beyond the one
+ * before it. */
+static float beyond(float bound) {
+  if (!(bound < INFINITY)) return INFINITY;
+  return bound > 0.0f ? float_of(bits_of(bound) - 1) : 0.0f;
+}
+
 /* What is as large as a bound and not zero, of x [n], whose first element has an index. */
 static int64_t list_from(float bound, const float *x, int64_t n, int64_t at, uint32_t *index,
                          uint32_t *bits) {
   if (!(bound < INFINITY)) return 0;
-  /* Not below a float is beyond the one before it. */
-  const rule how = {.large = 1, .tau = bound > 0.0f ? float_of(bits_of(bound) - 1) : 0.0f};
+  const rule how = {.large = 1, .tau = beyond(bound)};
   uint32_t most = 0;
   return list(&how, x, x, n, (uint32_t)at, index, bits, &most);
 }
@@ -50,6 +56,122 @@ static int64_t list_of_both(float bound, const float *r, const float *g, int64_t
     count += list_from(bound, sum, n, at, index + count, bits + count);
   }
   return count;
+}
+
+/* A piece of one layer: what is taken in, and where what comes of it goes. */
+typedef struct {
+  float *r, *u; /* u: NULL without momentum */
+  const float *r0, *u0, *g;
+  uint32_t base; /* the first index */
+  uint32_t *index, *bits;
+  float beyond;   /* what is larger is listed */
+  float *squares; /* to which those of g are added; NULL, and then they are not */
+  int past;       /* r and u are written past the caches; see `write_past` */
+} piece;
+
+/* Elements `first` to n of a piece, in one walk each; see `take_in`. */
+static int64_t take_in_plainly(const collecting *how, const piece *of, int64_t first, int64_t n,
+                               uint32_t *index, uint32_t *bits) {
+  const rule large = {.large = 1, .tau = of->beyond};
+  float *r = of->r + first;
+  const float *r0 = of->r0 + first, *g = of->g + first;
+  uint32_t most = 0;
+  if (first >= n) return 0;
+  if (of->squares) *of->squares += sum_of(g, n - first, 1);
+  if (of->u)
+    add_momentum(r, of->u + first, r0, of->u0 + first, g, n - first, how->momentum, how->nesterov);
+  else
+    add(r, r0, g, n - first);
+  return list_plainly(&large, r, r, 0, n - first, of->base + (uint32_t)first, index, bits, &most);
+}
+
+#ifdef __x86_64__
+__attribute__((target("avx2,bmi"))) static int64_t take_in_avx2(const collecting *how,
+                                                                 const piece *of, int64_t n) {
+  const __m256 momentum = _mm256_set1_ps(how->momentum), beyond = _mm256_set1_ps(of->beyond);
+  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  __m256 squares[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(),
+                       _mm256_setzero_ps()};
+  int64_t run = of->past ? before_line(of->r, n) : 0;
+  int64_t count = take_in_plainly(how, of, 0, run, of->index, of->bits);
+  for (; run + 32 <= n; run += 32) {
+    __m256 x[4];
+    uint32_t flags = 0;
+    for (int part = 0; part < 4; part++) {
+      const int64_t i = run + 8 * part;
+      const __m256 g = _mm256_loadu_ps(of->g + i);
+      __m256 ahead = g;
+      if (of->squares) squares[part] = _mm256_add_ps(squares[part], _mm256_mul_ps(g, g));
+      if (of->u) {
+        ahead = _mm256_add_ps(_mm256_mul_ps(_mm256_loadu_ps(of->u0 + i), momentum), g);
+        store_avx2(of->u + i, ahead, of->past);
+        if (how->nesterov) ahead = _mm256_add_ps(_mm256_mul_ps(ahead, momentum), g);
+      }
+      x[part] = _mm256_add_ps(_mm256_loadu_ps(of->r0 + i), ahead);
+      store_avx2(of->r + i, x[part], of->past);
+      const __m256 size = _mm256_and_ps(x[part], magnitude);
+      flags |= (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(size, beyond, _CMP_GT_OQ)) << 8 * part;
+    }
+    if (!flags) continue;
+    float sums[32]; /* what is written past the caches is not read back */
+    for (int part = 0; part < 4; part++) _mm256_storeu_ps(sums + 8 * part, x[part]);
+    for (; flags; flags &= flags - 1) {
+      int64_t i = __builtin_ctz(flags);
+      of->index[count] = of->base + (uint32_t)(run + i), of->bits[count++] = bits_of(sums[i]);
+    }
+  }
+  if (of->squares) *of->squares += sum_of_lanes_avx2(squares);
+  return count + take_in_plainly(how, of, run, n, of->index + count, of->bits + count);
+}
+
+__attribute__((target("avx512f,popcnt"))) static int64_t take_in_avx512(const collecting *how,
+                                                                         const piece *of,
+                                                                         int64_t n) {
+  const __m512 momentum = _mm512_set1_ps(how->momentum), beyond = _mm512_set1_ps(of->beyond);
+  const __m512i in_turn = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  __m512 squares[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(),
+                       _mm512_setzero_ps()};
+  int64_t run = of->past ? before_line(of->r, n) : 0;
+  int64_t count = take_in_plainly(how, of, 0, run, of->index, of->bits);
+  for (; run + RUN <= n; run += RUN) {
+    __m512 x[4];
+    __mmask16 passes[4];
+    for (int part = 0; part < 4; part++) {
+      const int64_t i = run + 16 * part;
+      const __m512 g = _mm512_loadu_ps(of->g + i);
+      __m512 ahead = g;
+      if (of->squares) squares[part] = _mm512_add_ps(squares[part], _mm512_mul_ps(g, g));
+      if (of->u) {
+        ahead = _mm512_add_ps(_mm512_mul_ps(_mm512_loadu_ps(of->u0 + i), momentum), g);
+        store_avx512(of->u + i, ahead, of->past);
+        if (how->nesterov) ahead = _mm512_add_ps(_mm512_mul_ps(ahead, momentum), g);
+      }
+      x[part] = _mm512_add_ps(_mm512_loadu_ps(of->r0 + i), ahead);
+      store_avx512(of->r + i, x[part], of->past);
+      passes[part] = _mm512_cmp_ps_mask(_mm512_abs_ps(x[part]), beyond, _CMP_GT_OQ);
+    }
+    if (!(passes[0] | passes[1] | passes[2] | passes[3])) continue;
+    for (int part = 0; part < 4; part++) {
+      /* As `list` does: a store of 16 may reach beyond what is found. */
+      const int first = (int)(of->base + (uint32_t)(run + 16 * part));
+      const __m512i here = _mm512_add_epi32(_mm512_set1_epi32(first), in_turn);
+      _mm512_storeu_si512(of->index + count, _mm512_maskz_compress_epi32(passes[part], here));
+      _mm512_storeu_ps(of->bits + count, _mm512_maskz_compress_ps(passes[part], x[part]));
+      count += __builtin_popcount(passes[part]);
+    }
+  }
+  if (of->squares) *of->squares += sum_of_lanes_avx512(squares);
+  return count + take_in_plainly(how, of, run, n, of->index + count, of->bits + count);
+}
+#endif
+
+/* Takes the gradient of a piece in, and lists what of r is larger than a bound; returns how many. */
+static int64_t take_in(const collecting *how, const piece *of, int64_t n) {
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("avx512f")) return take_in_avx512(how, of, n);
+  if (__builtin_cpu_supports("avx2")) return take_in_avx2(how, of, n);
+#endif
+  return take_in_plainly(how, of, 0, n, of->index, of->bits);
 }
 
 static void move(const elements *found, int64_t to, int64_t from, int64_t count) {
@@ -101,21 +223,28 @@ static float bound_by_sample(const collecting *how, const scope *of, int64_t gro
  * look for k.
  * r: NULL to take nothing in, and only look at r0 + g. r0: what r is before, which may be r.
  * u: the velocity; NULL without momentum. u0: likewise.
+ * finite: whether `sum_finite` holds of g's squares; if it does not, what is found means nothing, and
+ * r and u stay as they are unless they are other memory than r0 and u0. NULL: is not looked at.
  * Returns NO_MEMORY, or 0.
  */
 int topk_find(const collecting *how, const scope *of, float *r, float *u, const float *r0,
                  const float *u0, const float *g, const int64_t *k, const int64_t *slack,
-                 const float *hint, const elements *found, int threads) {
+                 const float *hint, const elements *found, int *finite, int threads) {
   int64_t n = of->where.size, groups = groups_of(of);
+  int checks = finite && !in_place(r, u, r0, u0);
+  if (finite) *finite = checks || sum_finite(g, n, 1, threads);
+  if (finite && !*finite) return 0;
   int64_t *counts = calloc((size_t)(threads * groups + groups + 1), sizeof(int64_t));
   if (!counts) return NO_MEMORY;
   float *bound = (float *)(counts + threads * groups);
+  const int past = r && written_elsewhere(r, u, r0, u0, n);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic)
   for (int64_t group = 0; group < groups; group++)
     bound[group] = hint[group] < INFINITY ? hint[group]
                                           : bound_by_sample(how, of, group, r0, u0, g,
                                                             k[group] + slack[group]);
-  IN_PIECES
+  float total = 0.0f;
+#pragma omp parallel for num_threads(threads) if (threads > 1) reduction(+ : total)
   for (int t = 0; t < threads; t++) {
     int64_t start = border(n, CHUNK, t, threads), stop = border(n, CHUNK, t + 1, threads);
     for (int64_t at = start, end; at < stop; at = end) {
@@ -126,23 +255,30 @@ int topk_find(const collecting *how, const scope *of, float *r, float *u, const 
         *count += list_of_both(bound[group], r0, g, at, end, found->index + out, found->bits + out);
         continue;
       }
-      if (u)
-        add_momentum(r + at, u + at, r0 + at, u0 + at, g + at, end - at, how->momentum,
-                     how->nesterov);
-      else
-        add(r + at, r0 + at, g + at, end - at);
-      *count +=
-          list_from(bound[group], r + at, end - at, at, found->index + out, found->bits + out);
+      const piece here = {.r = r + at,
+                          .u = u ? u + at : NULL,
+                          .r0 = r0 + at,
+                          .u0 = u ? u0 + at : NULL,
+                          .g = g + at,
+                          .base = (uint32_t)at,
+                          .index = found->index + out,
+                          .bits = found->bits + out,
+                          .beyond = beyond(bound[group]),
+                          .squares = checks ? &total : NULL,
+                          .past = past};
+      *count += take_in(how, &here, end - at);
     }
+    written_past();
   }
+  if (checks) *finite = isfinite(total * 4096.0f) != 0;
   for (int64_t group = 0; group < groups; group++) {
-    int64_t first = start_of(of, group), total = 0;
+    int64_t first = start_of(of, group), all = 0;
     for (int t = 0; t < threads; t++) {
       int64_t start = border(n, CHUNK, t, threads), count = counts[t * groups + group];
-      move(found, first + total, first > start ? first : start, count);
-      total += count;
+      move(found, first + all, first > start ? first : start, count);
+      all += count;
     }
-    found->count[group] = total;
+    found->count[group] = all;
   }
   free(counts);
   return 0;

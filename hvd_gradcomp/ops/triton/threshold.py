@@ -418,6 +418,8 @@ def add_places(
 class ThresholdKernels(Launcher):
     """Kernels of threshold methods; see `ops.fused.ThresholdKernels`."""
 
+    checks = False
+
     def write(
         self,
         rule: Rule,

@@ -422,6 +422,7 @@ class TopKKernels(Launcher):
 
     leads = False  # a leader chooses by plain ops
     looks = shares = removes = True
+    checks = False
 
     def write(
         self,
