@@ -43,7 +43,6 @@ from hvd_gradcomp import GradiVeQCompressor
 from hvd_gradcomp.algorithms.gradiveq import basis, projection
 from hvd_gradcomp.algorithms.gradiveq.state import GradiVeQState
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.method.compressor import Context
 from hvd_gradcomp.ops.torch import TorchOps
 
 RANKS, BATCH, RATIO = 2, 32, 8
@@ -121,14 +120,11 @@ class Bases:
 
     def learn(self) -> None:
         start = time.process_time()
-        for place, (layout, state) in enumerate(zip(self.layouts, self.states)):
-            root = layout.digest % RANKS
-            context = Context(layout, root, RANKS, 0)
-            program = basis.learned(self.compressor.slicing, self.ops, context, state)
-            try:
-                program.send(next(program).tensor)
-            except StopIteration as stop:
-                self.states[place] = stop.value
+        slicing = self.compressor.slicing
+        self.states = [
+            basis.computed(slicing, self.ops, layout, state)
+            for layout, state in zip(self.layouts, self.states)
+        ]
         self.seconds = time.process_time() - start
 
     def energies(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -3,6 +3,7 @@
     make papers ARGS=--list                     # the parts: claims, settings, minutes
     make papers ARGS="--parts variance"         # one of them; what is there is not run again
     make papers ARGS="--parts bytes"            # bytes at the papers' sizes, which need no training
+    make papers ARGS="--parts phases"           # seconds between hosts, as root; only by name
     python -m benchmarks.papers --seeds 3       # all that is missing of three seeds
     make papers ARGS="--long --parts variance"  # 16 times as many steps, on docs/papers-long.md
     python -m benchmarks.papers --show          # the page and the figures anew, no training
@@ -10,7 +11,7 @@
 Each row is written when it is done, to a file a part in `--folder`, so a run that is stopped goes
 on where it was. The page and the figures are made of those files. Rows of another length
 (`--images`, `--epochs`) need another `--folder`. Accuracy and bytes do not depend on what else the
-machine does; no times are published.
+machine does; seconds do.
 """
 
 from __future__ import annotations
@@ -21,17 +22,48 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from benchmarks.papers import data, page
+from benchmarks.papers import data, page, phases, sizes
 from benchmarks.papers.parts import AT_LENGTH, Measured, Part, Row, Scale
+from benchmarks.papers.recorded import Recorded
 from benchmarks.papers.registry import PARTS
-from benchmarks.papers.sizes import CASES, NAME, Sizes, measure
+from benchmarks.rig import HostsError, JobError
 
 FOLDER, PAGE = Path("docs/measured/papers"), Path("docs/papers.md")
 LONG_FOLDER, LONG_PAGE = Path("docs/measured/papers-long"), Path("docs/papers-long.md")
+
+
+class Untrained(NamedTuple):
+    """Part without trainings, of cases that are measured once.
+
+    Attributes:
+        title: of the list.
+        cases: in order.
+        recorded: returns what is in a folder.
+        measure: measures a case.
+    """
+
+    title: str
+    cases: Sequence[Any]
+    recorded: Callable[[Path], Recorded]
+    measure: Callable[[Any], dict[str, Any]]
+
+
+UNTRAINED = {
+    sizes.NAME: Untrained(
+        "bytes of a step at the papers' sizes; a minute", sizes.CASES, sizes.Sizes, sizes.measure
+    ),
+    phases.NAME: Untrained(
+        "seconds of an exchange by phase, between hosts, as root; ten minutes",
+        phases.CASES,
+        phases.Phases,
+        phases.measure,
+    ),
+}
 
 
 def main() -> int:
@@ -39,7 +71,7 @@ def main() -> int:
     parts = [PARTS[name] for name in options.parts if name in PARTS]
     if options.list:
         texts = [listed(part, options.folder) for part in parts]
-        texts += [listed_sizes(options.folder)] if NAME in options.parts else []
+        texts += [listed_cases(n, options.folder) for n in options.parts if n in UNTRAINED]
         print("\n\n".join(texts))
         return 0
     code = 0
@@ -52,8 +84,13 @@ def main() -> int:
             return 2
         for part in parts:
             code |= train(part, options)
-        if NAME in options.parts:
-            count_sizes(options)
+        try:
+            for name in options.parts:
+                if name in UNTRAINED:
+                    measure_cases(name, options)
+        except (HostsError, JobError) as error:
+            print(error, file=sys.stderr)
+            code = 2
     target = options.page or (PAGE if options.folder == FOLDER else options.folder / PAGE.name)
     page.write(PARTS.values(), options.folder, target)
     print(f"papers: {options.folder}, {target}")
@@ -66,7 +103,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parts", help="names, with commas; all if not given")
     parser.add_argument("--rows", help="keys of rows, with commas; all of the parts if not given")
     parser.add_argument("--seeds", type=int, default=1, help="each row so many times")
-    parser.add_argument("--ranks", default="2,4,8", help="only rows on so many ranks, with commas")
+    parser.add_argument("--ranks", help="only rows on so many ranks, with commas")
     parser.add_argument("--images", type=int, default=Scale().images, help="to train on")
     parser.add_argument("--epochs", type=int, default=Scale().epochs)
     parser.add_argument(
@@ -86,21 +123,22 @@ def arguments() -> argparse.Namespace:
     if options.long:
         options.images, options.epochs = AT_LENGTH.images, AT_LENGTH.epochs
         options.folder, options.page = LONG_FOLDER, LONG_PAGE
-    known = [*PARTS, *([] if options.long else [NAME])]  # bytes have no length
-    options.parts = options.parts.split(",") if options.parts else known
+    known = [*PARTS, *([] if options.long else UNTRAINED)]  # which have no length
+    usual = [name for name in known if name != phases.NAME]  # it needs root
+    options.parts = options.parts.split(",") if options.parts else usual
     unknown = [name for name in options.parts if name not in known]
     if unknown:
         parser.error(
             f"--parts: no part is called {', '.join(unknown)}; there are {', '.join(known)}"
         )
     keys = [row.key for name in options.parts if name in PARTS for row in PARTS[name].rows]
-    keys += [case.key for case in CASES] if NAME in options.parts else []
+    keys += [c.key for name in options.parts if name in UNTRAINED for c in UNTRAINED[name].cases]
     options.rows = options.rows.split(",") if options.rows else keys
     unknown = [key for key in options.rows if key not in keys]
     if unknown:
         parser.error(f"--rows: no {', '.join(unknown)} among the rows {', '.join(keys)}")
     try:
-        options.ranks = [int(ranks) for ranks in options.ranks.split(",")]
+        options.ranks = [int(ranks) for ranks in (options.ranks or "2,4,6,8").split(",")]
     except ValueError:
         parser.error(f"--ranks must be whole numbers with commas, got {options.ranks}")
     if options.seeds < 1 or options.epochs < 1:
@@ -134,26 +172,31 @@ def listed(part: Part, folder: Path) -> str:
     return "\n".join(lines)
 
 
-def listed_sizes(folder: Path) -> str:
-    """Describe the part that counts bytes, for the list."""
-    sizes = Sizes(folder)
-    done = sum(sizes[case.key] is not None for case in CASES)
-    lines = [f"{NAME}: bytes of a step at the papers' sizes, without training"]
-    lines.append(f"  {len(CASES)} rows, {done} of them counted; some minutes on two cores")
-    lines += [
-        f"  row: {case.key}, {case.ranks} ranks: {case.title}, {case.network}" for case in CASES
-    ]
+def listed_cases(name: str, folder: Path) -> str:
+    """Describe a part without trainings, for the list."""
+    part = UNTRAINED[name]
+    recorded = part.recorded(folder)
+    done = sum(recorded[case.key] is not None for case in part.cases)
+    lines = [f"{name}: {part.title}", f"  {len(part.cases)} rows, {done} of them measured"]
+    lines += [f"  row: {case.key}: {case.title}, {case.network}" for case in part.cases]
     return "\n".join(lines)
 
 
-def count_sizes(options: argparse.Namespace) -> None:
-    """Count what is missing, and write the file after each case."""
-    sizes = Sizes(options.folder)
-    for case in CASES:
-        wanted = case.key in options.rows and case.ranks in options.ranks
-        if wanted and (options.again or sizes[case.key] is None):
-            sizes.add(case, measure(case))
-            print(f"{NAME}: {case.key}", flush=True)
+def measure_cases(name: str, options: argparse.Namespace) -> None:
+    """Measure what is missing of a part without trainings.
+
+    Raises:
+        HostsError: there can be no hosts here, which the part needs.
+        JobError: ranks have failed.
+    """
+    part = UNTRAINED[name]
+    recorded = part.recorded(options.folder)
+    for case in part.cases:
+        if case.key not in options.rows or case.ranks not in options.ranks:
+            continue
+        if options.again or recorded[case.key] is None:
+            recorded.add(case, part.measure(case))
+            print(f"{name}: {case.key}", flush=True)
 
 
 def pending(part: Part, options: argparse.Namespace) -> Iterator[tuple[Row, int]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.papers import phases_page
 from benchmarks.papers.parts import NEAR, NOT_RUN, Claim, Measured, Part, Row, formatted, lost
+from benchmarks.papers.phases import Phases
 
 PHASES = "warmup_steps={0}, sample_steps=25, compress_steps=75"
 RATIOS = (8, 16, 32)
@@ -143,9 +145,7 @@ def claims(measured: Measured) -> list[Claim]:
         )
     )
     every += _lasting(measured)
-    every.append(
-        Claim("time of aggregation", "5.25 times less", "not measured: ranks of one machine", None)
-    )
+    every.append(phases_page.aggregation(Phases.beside(measured.path.parent)))
     return every
 
 

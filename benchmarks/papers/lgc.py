@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from benchmarks.papers import phases_page
 from benchmarks.papers.models import WIDTHS
 from benchmarks.papers.parts import (
     AS_GOOD,
@@ -21,6 +22,7 @@ from benchmarks.papers.parts import (
     middle,
     times,
 )
+from benchmarks.papers.phases import Phases
 from benchmarks.papers.sizes import CASES, Sizes
 
 FULL, TRAINED = 0.2, 0.5  # shares of all steps after which something is left out, and codes travel
@@ -213,14 +215,7 @@ def claims(measured: Measured) -> list[Claim]:
         for ranks, paper in ((4, ""), (8, "202x beside 96x, -0.07 points"))
     ]
     every += _costs(measured) + _information(measured) + _warmup(measured)
-    every.append(
-        Claim(
-            "time of an iteration by phase: full, top-k, compressed",
-            "ring 1 s, 0.9 s, 0.4 s; server 1 s, 1.6 s, 0.6 s",
-            "not measured: the table has the processor's time, which knows no link",
-            None,
-        )
-    )
+    every.append(phases_page.iterations(Phases.beside(measured.path.parent)))
     return every
 
 

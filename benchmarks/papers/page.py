@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from benchmarks.papers import phases_page
 from benchmarks.papers.parts import (
     AT_LENGTH,
     FRACTION,
@@ -22,6 +23,7 @@ from benchmarks.papers.parts import (
     middle,
     times,
 )
+from benchmarks.papers.phases import Phases
 from benchmarks.papers.sizes import Sizes
 from benchmarks.papers.sizes_page import TITLE, section, within
 from hvd_gradcomp.cli import style
@@ -100,7 +102,9 @@ def text(every: Iterable[Measured], figures: Path, length: str = "") -> str:
         if length
         else "Some of it in 16 times as many steps: [at length](papers-long.md).",
     )
-    return head + _summary(every, sizes) + how + _network(every) + sections + section(every, sizes)
+    timed = phases_page.section(Phases.beside(every[0].path.parent)) if not length else ""
+    head += _summary(every, sizes) + how + _network(every)
+    return head + sections + section(every, sizes) + timed
 
 
 def length_of(every: Iterable[Measured]) -> str:

@@ -9,8 +9,6 @@ elements as their papers print. Momentum is 0: a velocity takes memory, and no b
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,6 +22,7 @@ from torch import nn
 import hvd_gradcomp
 from benchmarks.papers import models
 from benchmarks.papers.counting import count
+from benchmarks.papers.recorded import Recorded, folder_of
 from hvd_gradcomp.tuning.models import resnet, shapes
 
 NAME = "bytes"  # of the part
@@ -103,7 +102,7 @@ CASES = (
 )  # fmt: skip
 
 
-class Sizes:
+class Sizes(Recorded):
     """Counts in a file, which is written after each case.
 
     Args:
@@ -111,30 +110,12 @@ class Sizes:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / f"{NAME}.json"
-        rows = json.loads(self.path.read_text()) if self.path.exists() else []
-        self._rows = {row["key"]: row for row in rows}
+        super().__init__(folder, NAME, CASES)
 
     @classmethod
     def beside(cls, folder: Path) -> Sizes:
         """Return the counts for the rows of a folder; those of long trainings have none there."""
-        other = folder.parent / "papers"
-        return cls(folder if (folder / f"{NAME}.json").exists() else other)
-
-    def __getitem__(self, key: str) -> dict[str, Any] | None:
-        """Return a count whose settings are still those of its case; else None."""
-        settings = next(case.settings for case in CASES if case.key == key)
-        row = self._rows.get(key)
-        return row if row and row["settings"] == settings else None
-
-    def add(self, case: Case, result: dict[str, Any]) -> None:
-        """Keep a count, in the place of an older one, and write the file anew."""
-        self._rows[case.key] = {"key": case.key, "settings": case.settings, **result}
-        rows = [self._rows[one.key] for one in CASES if one.key in self._rows]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self.path.with_suffix(".new")
-        fresh.write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n")
-        os.replace(fresh, self.path)
+        return cls(folder_of(folder, NAME))
 
     def of_workers(self, key: str) -> tuple[float, ...]:
         """Return by how much a rank sends less than dense gradients; empty if it was not counted.

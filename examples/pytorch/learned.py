@@ -33,7 +33,7 @@ class Block(nn.Module):
         return torch.relu(self.second_norm(self.second(inner)) + beside)
 
 
-def resnet(depth: int = 32) -> nn.Sequential:
+def resnet(depth: int = 32, classes: int = 10) -> nn.Sequential:
     """The ResNet for CIFAR of so many layers; the papers use 32, 50 and 101."""
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     width = 16
@@ -41,7 +41,7 @@ def resnet(depth: int = 32) -> nn.Sequential:
         for i in range((depth - 2) // 6):
             layers.append(Block(width, outputs, 2 if outputs > 16 and i == 0 else 1))
             width = outputs
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
 
 
 def network() -> nn.Sequential:

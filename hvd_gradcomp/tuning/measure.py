@@ -318,20 +318,27 @@ class CompressedExchange(Exchange):
         compressor: to measure.
         layers: to exchange.
         source: the gradients' per-sample moments; None for those of the step.
+        learned: see `reducer_of`.
 
     Raises:
         UnmeasurableError: see `reducer_of`.
     """
 
     def __init__(
-        self, job: Job, compressor: Compressor, layers: Layers, source: Gradients | None = None
+        self,
+        job: Job,
+        compressor: Compressor,
+        layers: Layers,
+        source: Gradients | None = None,
+        learned: bool = True,
     ) -> None:
         super().__init__(job)
         self._source = source
         self._transport = _Timed(job.backend())
         transport = cast(Backend, self._transport)
         self._reducer = made_on_all(
-            job, lambda: reducer_of(compressor, layers, transport, job.group, self._squares())
+            job,
+            lambda: reducer_of(compressor, layers, transport, job.group, self._squares(), learned),
         )
         self._parameters = self._reducer.planner.ordered_parameters
         self._check = ConfigCheck(self._reducer, "")
@@ -463,8 +470,9 @@ def reducer_of(
     transport: Backend,
     process_set: Any,
     squares: Sequence[torch.Tensor] = (),
+    learned: bool = True,
 ) -> Reducer:
-    """Make the reducer of a compressor; a method that learns is set past its learning phase.
+    """Make the reducer of a compressor; with `learned` a method that learns is past its learning.
 
     A momentum that it would take over from an optimizer is 0.9: there is no optimizer here.
 
@@ -496,7 +504,7 @@ def reducer_of(
         raise UnmeasurableError("it would compress none of these layers")
     for bucket in reducer.buckets:
         one, before = bucket.compressor, bucket.state
-        if isinstance(one, Learned):
+        if learned and isinstance(one, Learned):
             bucket.state = one.rehearsed(bucket.ops, bucket.layout, before, _LEARNED)
         if bucket.state is not before:
             reducer.steps = _LEARNED  # measure the compressed phase

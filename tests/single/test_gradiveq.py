@@ -26,7 +26,7 @@ from hvd_gradcomp import (
     after,
     partition,
 )
-from hvd_gradcomp.algorithms.gradiveq import projection
+from hvd_gradcomp.algorithms.gradiveq import basis, projection
 from hvd_gradcomp.cli.options import usual
 from hvd_gradcomp.core.layers import Weight, convolves
 from hvd_gradcomp.core.layout import Layout
@@ -205,17 +205,38 @@ def test_bytes_of_a_cycle_equal_the_formula():
         layout = world.layout
         cycle = traffic[2 + 13 :]
         for step, requests in enumerate(cycle):
-            sizes = [4 * tensors[0].numel() for tensors in requests]
+            sizes = [tensors[0].nbytes for tensors in requests]
             if step < 5:
                 assert sizes == [4 * layout.size]
             elif step == 5:
-                assert sizes == [4 * layout.size, compressor.slicing.basis_bytes(layout)]
+                assert sizes == [4 * layout.size, 8], "and a checksum of the bases"
             else:
                 d = world.states[0].dimensions.tolist()
                 assert sizes == [compressor.slicing.coefficient_bytes(layout, d)]
-        whole = 6 * 4 * layout.size + compressor.slicing.basis_bytes(layout)
+        whole = 6 * 4 * layout.size + 8
         whole += 7 * compressor.slicing.coefficient_bytes(layout, d)
-        assert sum(4 * t[0].numel() for requests in cycle for t in requests) == whole
+        assert sum(t[0].nbytes for requests in cycle for t in requests) == whole
+
+
+def test_ranks_that_compute_other_bases_take_those_of_one(monkeypatch, caplog):
+    """Other bits in one rank's bases would make replicas differ."""
+    computed, calls = basis._bases, []
+
+    def rounded_otherwise(*arguments):
+        calls.append(computed(*arguments))
+        return calls[-1] * (1 + 1e-6 * (len(calls) == 2))
+
+    monkeypatch.setattr(basis, "_bases", rounded_otherwise)
+    compressor = GradiVeQCompressor(ratio=4, **SHORT)
+    _, world, traffic = run(compressor, TorchOps(), torch.from_numpy, 10)
+    assert len(calls) == RANKS
+    for state in world.states[1:]:
+        assert torch.equal(state.basis, world.states[0].basis)
+        assert torch.equal(state.offset, world.states[0].offset)
+    sizes = [tensors[0].nbytes for tensors in traffic[2 + 5]]
+    assert sizes == [4 * world.layout.size, 8, compressor.slicing.basis_bytes(world.layout)]
+    warnings = [record.message for record in caplog.records if "last bits" in record.message]
+    assert len(warnings) == RANKS and "number of threads" in warnings[0]
 
 
 def test_frameworks_agree_but_for_rounding():

@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from benchmarks.papers import __main__ as papers
-from benchmarks.papers import data, page, sizes
+from benchmarks.papers import data, page, phases_page, sizes
 from benchmarks.papers.counting import Ledger, count
 from benchmarks.papers.parts import Measured, Scale
+from benchmarks.papers.phases import CASES as PHASES
+from benchmarks.papers.phases import Phases
 from benchmarks.papers.registry import PARTS
 from benchmarks.papers.sizes import CASES, Sizes, measure
 from benchmarks.papers.sizes_page import PRINTED, compare, section
@@ -300,7 +302,8 @@ def test_counts_whose_settings_have_changed_are_not_shown(tmp_path):
 def test_bytes_are_counted_once(monkeypatch, capsys, tmp_path):
     row = {"parameters": 100, "vectors": 0, "steps": [[4, 4]], "pieces": {"code": [4, 4]}}
     calls = []
-    monkeypatch.setattr(papers, "measure", lambda case: calls.append(case.key) or row)
+    part = papers.UNTRAINED["bytes"]._replace(measure=lambda case: calls.append(case.key) or row)
+    monkeypatch.setitem(papers.UNTRAINED, "bytes", part)
     monkeypatch.setattr(papers.data, "install", lambda folder: None)
     words = ["--folder", str(tmp_path), "--parts", "bytes", "--rows", "ring-2,dgc-8"]
     assert call(monkeypatch, *words, "--ranks", "2") == 0
@@ -308,4 +311,37 @@ def test_bytes_are_counted_once(monkeypatch, capsys, tmp_path):
     assert calls == ["ring-2", "dgc-8"]
     assert "## Bytes at the papers' sizes" in (tmp_path / "papers.md").read_text()
     assert call(monkeypatch, "--list", "--folder", str(tmp_path), "--parts", "bytes") == 0
-    assert f"{len(CASES)} rows, 2 of them counted" in capsys.readouterr().out
+    assert f"{len(CASES)} rows, 2 of them measured" in capsys.readouterr().out
+
+
+def timed(case, dense, *phases):
+    steps = [5.0] * case.steps
+    for phase, seconds in zip(case.phases, phases):
+        steps[phase.first : phase.last] = [seconds] * (phase.last - phase.first)
+    return {"rate": "14826kbit", "dense": [dense] * 5, "steps": steps}
+
+
+def test_times_by_phase_decide_the_claims(tmp_path):
+    """The step in which the bases are made counts once in a cycle of 500."""
+    phases = Phases(tmp_path)
+    claim = phases_page.aggregation(phases)
+    assert (claim.holds, claim.ours, phases_page.section(phases)) == (None, "not run", "")
+    cases = {case.key: case for case in PHASES}
+    phases.add(cases["gradiveq"], timed(cases["gradiveq"], 1.8, 0.4, 0.2))
+    mean = (99 * 0.4 + 5.0 + 400 * 0.2) / 500
+    claim = phases_page.aggregation(phases)
+    assert claim.ours.startswith(f"{1.8 / mean:.2f} times less") and claim.holds
+    for pattern, top_k in (("ring", 0.9), ("server", 1.7)):
+        case = cases[f"lgc-{pattern}"]
+        phases.add(case, timed(case, 8.0, 8.0, 8 * top_k, 0.8))
+    claim = phases_page.iterations(phases)
+    assert "ring 1.00, 0.90, 0.10; server 1.00, 1.70, 0.10" in claim.ours and claim.holds is False
+    assert "3 of 4 rows were timed" in phases_page.section(phases)
+
+
+def test_every_case_was_timed():
+    phases = Phases(ROOT / papers.FOLDER)
+    for case in PHASES:
+        row = phases[case.key]
+        assert row is not None, f'run make papers ARGS="--parts phases --rows {case.key}"'
+        assert len(row["steps"]) == case.steps

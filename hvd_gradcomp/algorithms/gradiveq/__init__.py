@@ -3,7 +3,7 @@
 compressor  the public class: parameters, choice of layers, and the phases of a cycle
 state       what a rank keeps
 slices      cuts of a layer that keep the gradients of one input together, and the bytes sent
-basis       samples of the mean gradient, and their principal components from one rank
+basis       samples of the mean gradient, and their principal components
 projection  projection to coefficients, which are summed over ranks, and back
 stock       a fixed basis for stock Horovod
 """

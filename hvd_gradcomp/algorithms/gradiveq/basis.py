@@ -1,4 +1,4 @@
-"""Samples of the mean gradient, and the bases that one rank computes from them for all."""
+"""Samples of the mean gradient, and the bases that each rank computes from them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from typing import Any
 from hvd_gradcomp.algorithms.gradiveq.slices import Slices, Slicing, sizes_of
 from hvd_gradcomp.algorithms.gradiveq.state import GradiVeQState
 from hvd_gradcomp.codecs.principal_components import Components, components, dimension
-from hvd_gradcomp.core.collectives import Broadcast
+from hvd_gradcomp.core.collectives import Allgather, Broadcast, Switch
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.method.compressor import Context
 from hvd_gradcomp.ops import Ops, Tensor
+
+APART = (
+    "GradiVeQ: the ranks have computed bases that differ in their last bits, so one rank sends its "
+    "own, {:,} bytes. Give all ranks the same number of threads, and the same kind of processor."
+)
 
 
 def recorded(
@@ -42,17 +47,45 @@ def recorded(
 def learned(
     slicing: Slicing, ops: Ops, context: Context, state: GradiVeQState
 ) -> Generator[Any, Any, GradiVeQState]:
-    """Compute the bases on one rank and broadcast them, so that all ranks have the same bits."""
+    """Compute the bases, which are the same on all ranks: so are the samples.
+
+    Where the bits differ nevertheless (other processors, or another number of threads), those of
+    one rank go to all.
+    """
     layout = context.layout
-    root, sizes = layout.digest % context.size, sizes_of(slicing.slices(layout))
-    ends = sizes.basis, sizes.basis + sizes.offset, sizes.basis + sizes.offset + sizes.groups
-    sent = _bases(slicing, ops, layout, state) if context.rank == root else ops.zeros(ends[2:])
-    flat = yield Broadcast(sent, root)
-    dimensions = ops.cast(flat[ends[1] :], "int64")
+    root = layout.digest % context.size
+    vector = _bases(slicing, ops, layout, state)
+    digest = ops.checksum(ops.words((0,)), ops.to_bytes(vector, "float32"))
+    digests = yield Allgather(ops.reshape(digest, (1,)))
+    apart = ops.staged(ops.stage(ops.cast(ops.max(ops.abs(digests - digest)) > 0, "int64")))
+    ops.warn(apart > 0, APART.format(slicing.basis_bytes(layout)))
+
+    def equal() -> Generator[Any, Any, tuple[Tensor]]:
+        return (vector,)
+        yield
+
+    def from_root() -> Generator[Any, Any, tuple[Tensor]]:
+        return ((yield Broadcast(vector, root)),)
+
+    (vector,) = yield Switch(ops.pick(apart > 0, 1, 0), (equal, from_root))
+    return _taken(slicing, ops, layout, vector, state)
+
+
+def computed(slicing: Slicing, ops: Ops, layout: Layout, state: GradiVeQState) -> GradiVeQState:
+    """Return the state with bases of its samples, without an exchange."""
+    return _taken(slicing, ops, layout, _bases(slicing, ops, layout, state), state)
+
+
+def _taken(
+    slicing: Slicing, ops: Ops, layout: Layout, vector: Tensor, state: GradiVeQState
+) -> GradiVeQState:
+    """Return the state with the bases that `_bases` has computed."""
+    sizes = sizes_of(slicing.slices(layout))
+    ends = sizes.basis, sizes.basis + sizes.offset
     return state._replace(
-        basis=flat[: ends[0]] * 1,
-        offset=flat[ends[0] : ends[1]] * 1,
-        dimensions=ops.stage(dimensions),
+        basis=vector[: ends[0]] * 1,
+        offset=vector[ends[0] : ends[1]] * 1,
+        dimensions=ops.stage(ops.cast(vector[ends[1] :], "int64")),
     )
 
 

@@ -40,14 +40,15 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
     A layer is flattened so that the gradients of all filters at one position are adjacent, then
     along depth, width and height, and cut into slices `s`. After `warmup_steps` uncompressed steps,
     cycles of two phases follow. For `sample_steps` the full mean gradient is exchanged and a few
-    slices of every `reuse` are recorded each step, in turn. One rank computes the mean `mu` of
-    these samples and the principal components `U` of their covariance, and broadcasts both. For
-    `compress_steps` each rank sends only `z = U^T s`; the ranks' mean of `z` is decoded to
-    `U (z - U^T mu) + mu`.
+    slices of every `reuse` are recorded each step, in turn. Each rank computes the mean `mu` of
+    these samples, which are the same on all ranks, and the principal components `U` of their
+    covariance. For `compress_steps` each rank sends only `z = U^T s`; the ranks' mean of `z` is
+    decoded to `U (z - U^T mu) + mu`.
 
     What travels: while compressing, 4 bytes for each coefficient (`d` for each slice) and 8 bytes
-    for each bucket, by allreduce; while sampling, the payload of `sampling`; once per cycle a
-    broadcast of `4 * (length * (d + 1) + 1)` bytes for each basis, with its maximum `d`. State,
+    for each bucket, by allreduce; while sampling, the payload of `sampling`; once per cycle
+    8 bytes that compare the ranks' bases, and only if these differ, with a warning, a broadcast of
+    `4 * (length * (d + 1) + 1)` bytes for each basis, with its maximum `d`. State,
     besides that of `sampling`: a basis, `4 * length * (d + 1)` bytes, and its samples, about three
     times as much (at least a slice for each of `sample_steps`); with `feedback` 4 bytes for each
     element. Memory and time do not depend on the number of ranks.
@@ -97,7 +98,7 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
     and each sampling step has the same weight, whatever its energy; slices are capped; the
     eigenvectors come from the inner products of samples where these are fewer than elements of a
     slice, without a covariance; the dimension is chosen on held-out samples; the loss is measured
-    per bucket; one rank computes the basis, so that all have the same bits; feedback (off by
+    per bucket; where the ranks' bases differ in a bit, those of one go to all; feedback (off by
     default). Weights of transposed convolutions are cut as if they were stored like others.
     The framework rounds products, so the coefficients of PyTorch and TensorFlow differ in the
     last bits.
@@ -233,7 +234,7 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
         groups = sum(cut.groups for cut in self.slicing.slices(layout))
         least = None if self.loss_threshold is None else [1] * groups
         sampling = 4.0 * layout.elements if self.between.is_linear else 0.0
-        learning = self.sample_steps * sampling + self.slicing.basis_bytes(layout) / ranks
+        learning = self.sample_steps * sampling + 8.0
         return Course(learning, self.slicing.coefficient_bytes(layout, least), dense)
 
     def drawbacks(self, layouts: Sequence[Layout], ranks: int) -> list[str]:

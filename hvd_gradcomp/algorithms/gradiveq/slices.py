@@ -56,7 +56,7 @@ class Slices(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers of elements of several layers in a state, or in the broadcast of their bases."""
+    """Numbers of elements of several layers in a state, or in their bases as one vector."""
 
     samples: int  # of one step, the energy of each group among them
     basis: int
@@ -175,7 +175,7 @@ class Slicing:
         return 4 * (sum(used) + 2)
 
     def basis_bytes(self, layout: Layout) -> int:
-        """Return the bytes of the broadcast at the end of a sampling phase."""
+        """Return the bytes of a broadcast of all bases, for ranks whose own differ."""
         sizes = sizes_of(self.slices(layout))
         return 4 * (sizes.basis + sizes.offset + sizes.groups)
 
