@@ -36,14 +36,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = Path(__file__).with_name("forkclient.py")
+# The first optimizer of a process imports `torch._dynamo`, which takes as long as PyTorch itself.
 IMPORTS = {
     "horovodrun": ("horovod.runner.launch",),
-    "torch": ("torch", "torch.distributed.run"),
+    "torch": ("torch", "torch._dynamo", "torch.distributed.run"),
     "trainers": (
-        *("torch", "torch.distributed.run"),
+        *("torch", "torch._dynamo", "torch.distributed.run"),
         *("transformers.trainer", "accelerate", "lightning.pytorch"),
     ),
-    "horovod.torch": ("torch", "horovod.torch"),
+    "horovod.torch": ("torch", "torch._dynamo", "horovod.torch"),
     "horovod.tensorflow": ("tensorflow", "keras", "horovod.tensorflow.keras"),
 }
 # Set for single jobs by launchers, tests or pytest, and read by nothing that a server imports.
