@@ -9,7 +9,8 @@
 #   VENV_RAY=.venv-ray  where `make clients-ray` puts Ray, beside what is in VENV
 #   SETUP=0          set nothing up: run PYTHON as it is, with what it has
 #   DEVICE=cuda      for `make bench` where there is a GPU, with SETUP=0
-#   ARGS=...         passed on to pytest, the demo or the benchmark
+#   ARGS=...         passed on to pytest, the demo or the benchmark; `make test` and `make triton` run
+#                    what it chooses: "-k ddp", or tests/parallel/test_ddp.py, which is quicker
 #   EPOCHS=20        of each run of the demo in `make images`
 #   COMPAT_SOURCE=...   a git checkout of Horovod's, for `make compat`; kept, so once is enough
 PYTHON ?= python3
@@ -75,17 +76,39 @@ check: $(tools) ## lint, format, types, rules of imports and names; under a minu
 	@$(run) -m mypy
 	@$(run) -m pytest -q tests/single/test_imports.py tests/single/test_names.py
 
-test: $(site) $(clients) ## all tests: in one process, then with several ranks
-	@$(run) -m pytest -n auto --doctest-modules hvd_gradcomp tests/single $(ARGS)
+# Of ARGS, paths are for the stage that has them, and all else is for pytest in each stage.
+paths := $(filter tests/% hvd_gradcomp/%,$(ARGS))
+options = $(filter-out $(paths),$(ARGS))
+# $(call of,FOLDERS): what a stage of these folders runs; nothing where ARGS names others.
+of = $(if $(paths),$(filter $(addsuffix %,$(1)),$(paths)),$(1))
+# $(call stage,FOLDERS,PYTEST): pytest exits with 5 where it has no test. Where ARGS chooses, a stage
+# may have none, but not each of them: `test` looks for that.
+stage = $(if $(call of,$(1)),{ $(2) $(call of,$(1)) $(options); $(ended); },:)
+ended = code=$$?; if [ $$code = 0 ]; then mkdir -p $(dir $(tested)) && touch $(tested); \
+	$(if $(strip $(ARGS)),elif [ $$code != 5 ]; then,else) exit $$code; fi
+tested := build/tested
+# Some tests take less time than a second worker, which collects all of them once more.
+few := $(filter -k%,$(ARGS))$(findstring .py,$(ARGS))
+
+test: $(site) $(clients) ## all tests: in one process, then with several ranks; ARGS="-k ddp" for some
+	@rm -f $(tested)
+ifeq ($(few),)
+	@$(MAKE) --no-print-directory single
 	@$(MAKE) --no-print-directory -j 2 ranks beside
+else
+	@$(MAKE) --no-print-directory -j 3 -O single ranks beside
+endif
+	@[ -e $(tested) ] || { echo "test: no stage has a test by ARGS=$(subst ",,$(ARGS))" >&2; exit 5; }
 
 # Ranks wait for each other, and with them a core: what waits for nobody takes it then, and prints
 # in one piece.
-.PHONY: ranks beside
+.PHONY: single ranks beside
+single:
+	@$(call stage,hvd_gradcomp tests/single,$(run) -m pytest -n $(if $(few),0,auto) --doctest-modules)
 ranks:
-	@$(run) -m pytest -n 2 --dist worksteal -m "not sweep" tests/parallel $(ARGS)
+	@$(call stage,tests/parallel,$(run) -m pytest -n 2 --dist worksteal -m "not sweep")
 beside:
-	@nice $(MAKE) --no-print-directory -O triton
+	@$(if $(call of,tests/triton),nice $(MAKE) --no-print-directory -O triton,:)
 
 sweep: $(site) $(clients) ## tests of ranks on more ranks, backends and steps than `make test`; half an hour
 	@$(run) -m pytest -m sweep tests/parallel $(ARGS)
@@ -98,8 +121,8 @@ clients-ray: $(clients) $(ray) ## the page on Ray Train and its recipe, on a loc
 # Each in a process of its own: what the interpreter has loaded cannot be compiled.
 triton: $(kernels) ## the kernels for GPUs, without one: interpreted against the plain ops, and compiled
 	@if $(triton) -c 'import sys; from importlib.util import find_spec as f; sys.exit(not f("triton"))'; \
-	then TRITON_INTERPRET=1 $(triton) -m pytest -q -n auto tests/triton && \
-		$(triton) -m pytest -q tests/triton/test_compiled.py; \
+	then $(call stage,tests/triton,TRITON_INTERPRET=1 $(triton) -m pytest -q -n $(if $(few),0,auto)) && \
+		$(call stage,tests/triton/test_compiled.py,$(triton) -m pytest -q); \
 	else echo "triton: skipped: $(PYTHON) has no Triton"; fi
 
 # What XLA makes of a step is looked at, not run: it need not be fast.

@@ -1,6 +1,9 @@
 """What is written in C; all else about the package is in pyproject.toml."""
 
 import importlib.util
+import shutil
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -13,15 +16,24 @@ spec = importlib.util.spec_from_file_location("building", here / "hvd_gradcomp/o
 building = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(building)
 
+HOW = ("setup.py", "hvd_gradcomp/ops/building.py")  # flags, and the list of files
+
 # Called through ctypes, so it is no Python module; without a compiler everything works, slower.
 native = Extension(
     "hvd_gradcomp.ops._native",
     [f"hvd_gradcomp/ops/{name}" for name in building.NATIVE],
-    depends=[f"hvd_gradcomp/ops/{name}" for name in building.HEADERS],
+    depends=[*(f"hvd_gradcomp/ops/{name}" for name in building.HEADERS), *HOW],
     extra_compile_args=[*building.FLAGS, *building.THREADS],
     extra_link_args=list(building.THREADS),
     optional=True,
 )
+
+
+def tensorflows():
+    """Yield the installed version, without an import of TensorFlow, which takes seconds."""
+    for name in ("tensorflow", "tensorflow-cpu"):
+        with suppress(PackageNotFoundError):
+            yield version(name)
 
 
 class Build(build_ext):
@@ -31,6 +43,11 @@ class Build(build_ext):
         return str(Path(*fullname.split(".")[:-1], building.LIBRARY))
 
     def build_extension(self, ext):
+        built = here / "hvd_gradcomp/ops" / building.LIBRARY
+        if self.editable_mode and built.exists():  # installed once more: compiled if it is older
+            made = Path(self.get_ext_fullpath(ext.name))
+            made.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(built, made)
         try:
             super().build_extension(ext)
         except (CompileError, LinkError):
@@ -42,9 +59,11 @@ class Build(build_ext):
         super().run()
         if importlib.util.find_spec("tensorflow") is None:
             return
-        folder = here if self.inplace else Path(self.build_lib)
+        folder = (here if self.inplace else Path(self.build_lib)) / "hvd_gradcomp/ops"
+        if any((folder / building.operations(known)).exists() for known in tensorflows()):
+            return
         try:
-            building.build_operations(folder / "hvd_gradcomp/ops")
+            building.build_operations(folder)
         except building.BuildError as error:
             self.warn(f"no operations for TensorFlow, `hvd-gradcomp build` builds them: {error}")
 

@@ -6,6 +6,9 @@ thread. Each rank stays a process of its own with the environment, folder, strea
 that its launcher gave and sees; see `forkclient.py`. Ranks of one server share the seed of string
 hashes, and nothing else that a test could miss: `FRESH` lists what is started as usual.
 
+`interpreter` writes a program that stands in for `python`, for pages and commands that start others
+themselves.
+
 FORKSERVER=0 starts everything as usual.
 """
 
@@ -15,10 +18,12 @@ import array
 import atexit
 import gc
 import importlib
+import importlib.util
 import marshal
 import os
 import runpy
 import selectors
+import shlex
 import signal
 import socket
 import subprocess
@@ -31,14 +36,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = Path(__file__).with_name("forkclient.py")
+# The first optimizer of a process imports `torch._dynamo`, which takes as long as PyTorch itself.
 IMPORTS = {
     "horovodrun": ("horovod.runner.launch",),
-    "torch": ("torch", "torch.distributed.run"),
-    "horovod.torch": ("torch", "horovod.torch"),
+    "torch": ("torch", "torch._dynamo", "torch.distributed.run"),
+    "trainers": (
+        *("torch", "torch._dynamo", "torch.distributed.run"),
+        *("transformers.trainer", "accelerate", "lightning.pytorch"),
+    ),
+    "horovod.torch": ("torch", "torch._dynamo", "horovod.torch"),
     "horovod.tensorflow": ("tensorflow", "keras", "horovod.tensorflow.keras"),
 }
 # Set for single jobs by launchers, tests or pytest, and read by nothing that a server imports.
-LATE = ("HOROVOD_", "HVD_GRADCOMP_", "OMPI_", "PMIX_", "PYTEST_", "NCCL_")
+LATE = ("HOROVOD_", "HVD_GRADCOMP_", "OMPI_", "PMIX_", "PYTEST_", "NCCL_", "PYTHONPATH")
+# Variables that name the interpreter with which a child starts others; the second is torchrun's.
+EXECUTABLES = ("FORKSERVER_PYTHON", "PYTHON_EXEC")
+LATE += EXECUTABLES
 _servers: dict[tuple[object, ...], Server] = {}
 
 
@@ -58,6 +71,43 @@ def python(imports: str, environment: Mapping[str, str]) -> list[str]:
     return [sys.executable, "-I", "-S", str(CLIENT), _servers[key].path]
 
 
+def interpreter(folder: Path, imports: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Write `python` to a folder: modules and files it runs as children of a server.
+
+    All else, such as `python -c` and pip, it leaves to the interpreter.
+
+    Args:
+        folder: where; it is made.
+        imports: the key in `IMPORTS` of what programs will import.
+        environment: what the first launcher is started with.
+
+    Returns:
+        The environment, and in it what makes the children start others in this way too.
+    """
+    if environment.get("FORKSERVER") == "0":
+        return dict(environment)
+    forks = shlex.join(python(imports, environment))
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / "python"
+    script.write_text(INTERPRETER.format(python=sys.executable, forks=forks))
+    script.chmod(0o755)
+    return {**environment, **dict.fromkeys(EXECUTABLES, str(script))}
+
+
+INTERPRETER = """#!/bin/sh
+program=$1 module=$2
+if [ "$1" = -u ]; then program=$2 module=$3; fi
+case "$program" in
+-m | *.py)
+    case "$module" in
+    pip | venv | horovod.runner.launch) ;;
+    *) exec {forks} "$@" ;;
+    esac ;;
+esac
+exec {python} "$@"
+"""
+
+
 class Server:
     """Handle of a server; it ends with this process, however that ends."""
 
@@ -71,7 +121,7 @@ class Server:
         self._process = subprocess.Popen(
             [*command, *modules],
             cwd=ROOT,
-            env=environment,
+            env={**environment, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
@@ -101,6 +151,8 @@ class Request:
         self.streams.frombytes(ancillary[0][2])
         body = client.recv(int.from_bytes(data, "big"), socket.MSG_WAITALL)
         self.arguments, self.folder, self.environment = marshal.loads(body)
+        self.unbuffered = self.arguments[0] == "-u" or "PYTHONUNBUFFERED" in self.environment
+        self.arguments = self.arguments[self.arguments[0] == "-u" :]
 
     def enter(self) -> None:
         """Make this process look as if it had been started by the client."""
@@ -110,22 +162,31 @@ class Request:
         os.chdir(self.folder)
         os.environ.clear()
         os.environ.update(self.environment)
-        if self.environment.get("PYTHONUNBUFFERED"):
+        if self.unbuffered:
             sys.stdout.reconfigure(write_through=True)
+        sys.executable = self.environment.get(EXECUTABLES[0], sys.executable)
         if "numpy" in sys.modules:  # Python does it for `random`
             sys.modules["numpy"].random.seed()
-        sys.path[0] = self.folder
+        searched = filter(None, self.environment.get("PYTHONPATH", "").split(os.pathsep))
+        # Behind the folder of what is run: that of the server is the one that it was started with.
+        sys.path[:2] = [self.folder, *(os.path.join(self.folder, path) for path in searched)]
         sys.modules["__main__"] = types.ModuleType("__main__")
 
     def run(self) -> None:
         """Run the program as `python` does."""
-        option, program, *arguments = self.arguments
-        sys.argv = [option, *arguments]
-        if option == "-m":
-            runpy._run_module_as_main(program)
-        else:
+        kind, *rest = self.arguments
+        main = vars(sys.modules["__main__"])
+        sys.argv = [kind, *(rest[1:] if kind in ("-m", "-c") else rest)]
+        if kind == "-m":
+            sys.modules.pop(rest[0], None)  # one that the server has imported is run once more
+            runpy._run_module_as_main(rest[0])
+        elif kind == "-c":
             sys.path[0] = ""
-            exec(compile(program, "<string>", "exec"), vars(sys.modules["__main__"]))
+            exec(compile(rest[0], "<string>", "exec"), main)
+        else:
+            main["__file__"] = file = os.path.abspath(kind)
+            sys.path[0] = os.path.dirname(file)
+            exec(compile(Path(file).read_bytes(), file, "exec"), main)
 
 
 def serve(listener: socket.socket) -> Request:
@@ -198,7 +259,8 @@ def kill(child: int) -> None:
 
 if __name__ == "__main__":
     for name in sys.argv[2:]:
-        importlib.import_module(name)
+        if importlib.util.find_spec(name.partition(".")[0]):  # not all of them are anywhere
+            importlib.import_module(name)
     gc.freeze()  # children would write to each object, and so copy its page, when they end
     gc.set_threshold(50_000, 20, 20)  # as in tests/conftest.py: graphs are many objects
     request = serve(socket.socket(fileno=int(sys.argv[1])))

@@ -13,9 +13,26 @@ from benchmarks.points import DENSE, FRAMEWORKS, KERAS, PYTORCH, TAPE
 from benchmarks.worth import lockstep, trainings
 from benchmarks.worth.results import Run
 from tests import fashion
-from tests.parallel.launch import HOROVODRUN, ROOT, environment
+from tests.parallel.forkserver import EXECUTABLES, interpreter
+from tests.parallel.launch import ROOT, environment, horovodrun, python
 
 pytestmark = pytest.mark.parallel
+
+
+def on_two_ranks(worker, *arguments):
+    """Return what a module prints, run over Horovod as users do."""
+    variables = environment()
+    command = [*horovodrun(variables), *python("horovod.torch", variables), "-m", worker]
+    done = subprocess.run(
+        [*command, *arguments],
+        cwd=ROOT,
+        env=variables,
+        check=True,
+        timeout=300,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return done.stdout
 
 
 def test_exchanges_on_every_framework(tmp_path):
@@ -27,17 +44,7 @@ def test_exchanges_on_every_framework(tmp_path):
     ]
     layers = [["weight", [100, 200]], ["bias", [100]]]
     points_file.write_text(json.dumps({"layers": layers, "points": points}))
-    worker = [
-        "python",
-        "-m",
-        "benchmarks.exchanges",
-        str(points_file),
-        str(result),
-        "--rounds",
-        "2",
-    ]
-    command = [*HOROVODRUN, "--gloo", "-np", "2", *worker]
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=300)
+    on_two_ranks("benchmarks.exchanges", str(points_file), str(result), "--rounds", "2")
     rows = json.loads(result.read_text())["rows"]
     assert [*rows] == [DENSE, "a", "b"]
     assert [*rows["a"]] == [DENSE, PYTORCH, TAPE, KERAS] and [*rows["b"]] == [DENSE, PYTORCH]
@@ -61,9 +68,7 @@ def test_rows_of_papers_are_trained_and_written(tmp_path):
         "runs": [("egc-2", 1), ("entropy", 1), ("text-none", 2)],
     }
     job_file.write_text(json.dumps(job))
-    worker = ["python", "-m", "benchmarks.papers.worker", str(job_file)]
-    command = [*HOROVODRUN, "--gloo", "-np", "2", *worker]
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=300)
+    on_two_ranks("benchmarks.papers.worker", str(job_file))
     measured = Measured(PARTS["egc"], folder)
     assert measured.scale == Scale(images=640, epochs=1)
     assert [*measured.seeds("text-none")] == [2]
@@ -75,8 +80,11 @@ def test_rows_of_papers_are_trained_and_written(tmp_path):
     assert text["score"] < 128
 
 
-def test_methods_of_worth_are_trained(tmp_path):
+def test_methods_of_worth_are_trained(tmp_path, monkeypatch):
     """Peers and ours in the same processes; the bytes are those of a whole training."""
+    variables = interpreter(tmp_path / "bin", "torch", environment())
+    for name in {*EXECUTABLES} & {*variables}:
+        monkeypatch.setenv(name, variables[name])
     data = tmp_path / "data"
     data.mkdir()
     fashion.write(data, train=10, test=10)
@@ -105,9 +113,6 @@ def test_methods_of_worth_are_timed(tmp_path):
     methods = ("dense", "nesterov-int8")
     runs = [Run("gpt-0.8", method, 2, 2, 1.0, 0.006, 1) for method in methods]
     job.write_text(trainings.job_of(runs, True, data))
-    command = [*HOROVODRUN, "--gloo", "-np", "2", "python", "-m", trainings.WORKER, str(job)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), check=True, timeout=300, capture_output=True
-    )
-    rows = dict(trainings.rows_of(done.stdout.decode().splitlines()))
+    printed = on_two_ranks(trainings.WORKER, str(job))
+    rows = dict(trainings.rows_of(printed.splitlines()))
     assert [*rows] == runs and all(row["ms"] > 0 for row in rows.values())

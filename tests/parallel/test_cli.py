@@ -13,6 +13,7 @@ import pytest
 
 from docs import follow
 from hvd_gradcomp.core.cost_model import KINDS
+from tests.parallel.forkserver import interpreter
 from tests.parallel.launch import ROOT, environment, horovodrun, python
 
 pytestmark = pytest.mark.parallel
@@ -29,8 +30,8 @@ def command(
     variables = environment()
     start = python("horovod.torch", variables)
     if path is not None:
-        variables["PYTHONPATH"] = f"{path}{os.pathsep}{ROOT}"
-        start = [sys.executable]
+        variables = without_horovod(path)
+        start = python("torch", variables)
     return subprocess.run(
         [*(horovodrun(variables) if ranks == 2 else ()), *start, "-m", "hvd_gradcomp", *arguments],
         cwd=ROOT,
@@ -68,15 +69,24 @@ def trained():
     model, loss = factory()
     return model, loss, torch.optim.SGD(model.parameters(), lr=0.1)
 """
+
+
+def without_horovod(folder: Path) -> dict[str, str]:
+    """The environment of commands that find modules in a folder; their ranks are forked too."""
+    variables = interpreter(folder / "bin", "torch", environment())
+    return {**variables, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command on two ranks of torchrun, without Horovod."""
+    variables = without_horovod(folder)
     return subprocess.run(
-        [sys.executable, *TORCHRUN, "-m", "hvd_gradcomp", *arguments],
+        [*python("torch", variables), *TORCHRUN, "-m", "hvd_gradcomp", *arguments],
         cwd=ROOT,
-        env={**environment(), "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
+        env=variables,
         capture_output=True,
         text=True,
         timeout=200,

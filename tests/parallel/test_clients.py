@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.launch import ROOT, environment, launch, says
+from tests.parallel.forkserver import interpreter
+from tests.parallel.launch import ROOT, environment, launch, python, says
 
 pytestmark = pytest.mark.parallel
 
@@ -60,12 +61,24 @@ def test_updates_are_those_of_plain_pytorch(client, tmp_path):
             assert result[kind] == results[0][kind]
 
 
-def passes(*arguments, timeout=400, **more):
-    """Run Python, which is to end without an error."""
+def torchrun(folder, *arguments, timeout=400):
+    """Run torchrun and its ranks as children of a server that has imported these libraries."""
+    variables = interpreter(folder / "bin", "trainers", environment())
+    start = (*python("trainers", variables), "-m", "torch.distributed.run")
+    passes(
+        *("--standalone", "--nproc-per-node=2", *arguments),
+        timeout=timeout,
+        start=start,
+        env=variables,
+    )
+
+
+def passes(*arguments, timeout=400, start=(sys.executable,), env=None):
+    """Run a program, which is to end without an error."""
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [*start, *arguments],
         cwd=ROOT,
-        env=environment(**more),
+        env=env or environment(),
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -78,8 +91,7 @@ def test_libraries_that_wrap_the_model_themselves(tmp_path):
     installed = [name for name, package in WRAPPING.items() if importlib.util.find_spec(package)]
     if not installed:
         pytest.skip("none of them is installed")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    passes(*torchrun, "-m", "tests.clients.with_ddp", str(tmp_path), *installed)
+    torchrun(tmp_path, "-m", "tests.clients.with_ddp", str(tmp_path), *installed)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert list(results[0]) == installed
     for library, result in results[0].items():
@@ -111,9 +123,8 @@ def test_libraries_whose_ranks_step_alone(tmp_path):
     installed = [name for name, package in WRAPPING.items() if importlib.util.find_spec(package)]
     if not installed:
         pytest.skip("none of them is installed")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     trains = "-m", "tests.clients.with_local_steps", str(tmp_path), *installed
-    passes(*torchrun, *trains, timeout=800)
+    torchrun(tmp_path, *trains, timeout=800)
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     assert list(results[0]) == installed
     for library, result in results[0].items():
@@ -148,7 +159,11 @@ def test_libraries_that_shard_the_model_themselves(tmp_path):
     installed = [name for name, package in WRAPPING.items() if importlib.util.find_spec(package)]
     if not installed:
         pytest.skip("none of them is installed")
-    passes("-m", "tests.clients.with_sharded", str(tmp_path), *installed)
+    variables = environment()
+    start = python("trainers", variables)
+    passes(
+        "-m", "tests.clients.with_sharded", str(tmp_path), *installed, start=start, env=variables
+    )
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
     for result in results:
         says(result.pop("refused"), REFUSED)
@@ -174,7 +189,7 @@ def test_ray_train(tmp_path):
         pytest.skip("Ray is not installed: make clients-ray")
     path = os.pathsep.join([str(ROOT), str(Path(spec.origin).parents[1])])
     more = {"PYTHONPATH": path, "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    passes("-m", "tests.clients.with_ray", str(tmp_path), timeout=600, **more)
+    passes("-m", "tests.clients.with_ray", str(tmp_path), timeout=600, env=environment(**more))
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     for name, outcome in first["methods"].items():
         assert outcome["digest"] == second["methods"][name]["digest"], "replicas differ"

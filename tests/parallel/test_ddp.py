@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -148,10 +147,12 @@ for group in 5 * groups:
 
 def test_a_program_that_destroys_no_process_group_ends_well(tmp_path):
     """Several jobs in turn, since one of two aborted when gloo's threads outlived the program."""
+    variables = environment()
+    start = python("torch", variables)
     for job in range(5):
-        command = [sys.executable, "-c", WITHOUT_DESTROYING, str(tmp_path / f"met{job}")]
+        command = [*start, "-c", WITHOUT_DESTROYING, str(tmp_path / f"met{job}")]
         running = [
-            subprocess.Popen([*command, rank], env=environment(), stderr=subprocess.PIPE, text=True)
+            subprocess.Popen([*command, rank], env=variables, stderr=subprocess.PIPE, text=True)
             for rank in "01"
         ]
         printed = [process.communicate(timeout=120)[1] for process in running]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from docs import follow
-from tests.parallel.launch import HOROVODRUN
+from tests.parallel.forkserver import EXECUTABLES, interpreter, python
+from tests.parallel.launch import HOROVODRUN, environment
 
 pytestmark = pytest.mark.parallel
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +27,9 @@ PAGES = sorted(
 
 # What these two run is run by other tests as well: `compare`, and the recipes of `test_clients`.
 LONG = {"choosing", "libraries"}
+# What a user follows first, by horovodrun and by torchrun, is started as usual, and so is Ray; the
+# programs of other pages are children of a server that has imported PyTorch.
+AS_USUAL = {"first-run", "without-horovod", "ray"}
 NEEDS = {"trainers": ("transformers", "accelerate", "lightning"), "ray": ("ray",)}
 
 
@@ -43,11 +48,23 @@ def test_following(page, tmp_path, monkeypatch):
             pytest.skip(f"{package} is not installed")
         paths.append(str(Path(spec.origin).parents[1]))
     # As they are installed beside this Python, but for what `tests.parallel.horovodrun` leaves out.
-    for name, module in (("horovodrun", HOROVODRUN[-1]), ("hvd-gradcomp", "hvd_gradcomp")):
+    variables = {**environment(), **({"FORKSERVER": "0"} if page.stem in AS_USUAL else {})}
+    imports = "horovod.torch" if "horovodrun" in page.read_text() else "torch"
+    imports = "trainers" if page.stem == "trainers" else imports
+    variables = interpreter(tmp_path / "bin", imports, variables)
+    interpreted = [variables.get(EXECUTABLES[0], sys.executable), "-m"]
+    commands = {
+        "horovodrun": [*python("horovodrun", variables), "-m", HOROVODRUN[-1]],
+        "hvd-gradcomp": [*interpreted, "hvd_gradcomp"],
+        "torchrun": [*interpreted, "torch.distributed.run"],
+    }
+    for name, words in commands.items():
         script = tmp_path / "bin" / name
         script.parent.mkdir(exist_ok=True)
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        script.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
         script.chmod(0o755)
+    for name in {*EXECUTABLES} & {*variables}:
+        monkeypatch.setenv(name, variables[name])
     folders = (script.parent, Path(sys.executable).parent, os.environ["PATH"])
     monkeypatch.setenv("PATH", os.pathsep.join(map(str, folders)))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))

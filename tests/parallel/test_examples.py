@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from examples import cifar10
+from tests.parallel.forkserver import interpreter
 from tests.parallel.launch import environment, horovodrun, imports, python
 
 pytestmark = pytest.mark.parallel
@@ -25,9 +26,11 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def test_the_demo_s_first_table():
-    command = [sys.executable, "-m", "examples.demo", "--no-horovod", "--epochs", "1"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
+def test_the_demo_s_first_table(tmp_path):
+    variables = interpreter(tmp_path / "bin", "torch", environment())
+    start = python("torch", variables)
+    command = [*start, "-m", "examples.demo", "--no-horovod", "--epochs", "1"]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     assert "QSGD, 4 bits" in done.stdout and "Horovod" not in done.stdout
 

@@ -146,7 +146,8 @@ def test_installed_in_the_command_line(command, installed, tmp_path):
 def test_compare_with_it(installed, tmp_path):
     files = ("--json", str(tmp_path / "x.json"))
     arguments = ("compare", f"{MODEL}:train", "--steps", "6", "-c", "power-iteration", *files)
-    done = run_command(installed, *PROGRAM, *arguments, cwd=ROOT)
+    start = python("horovod.torch", installed)
+    done = run_command(installed, *start, *PROGRAM[1:], *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "x.json").read_text())["rows"][1]["element_ratio"] > 2
 
@@ -159,8 +160,9 @@ def test_help_lists_it_and_imports_nothing(broken):
 
 
 def test_a_saved_model_finds_it(installed, tmp_path):
+    start = python("horovod.tensorflow", installed)
     for what in ("save", "load"):
-        done = run_command(installed, sys.executable, "-c", SAVED, what, cwd=tmp_path)
+        done = run_command(installed, *start, "-c", SAVED, what, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
 
 

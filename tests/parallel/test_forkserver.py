@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.parallel.forkserver import python
+from tests.parallel.forkserver import EXECUTABLES, interpreter, python
 from tests.parallel.launch import environment
 from tests.processes import alive
 
@@ -61,6 +61,55 @@ def test_modules_and_errors(start):
         assert done.returncode == 1 and "No module named no_such_module" in done.stderr
         ends = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
         assert subprocess.run([*command, "-c", ends]).returncode == -signal.SIGKILL
+
+
+FILE = """
+import os, pickle, sys
+import beside, elsewhere
+class Thing: pass
+assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
+print(sys.argv, __name__, __file__, beside.__file__, elsewhere.__file__, sys.path[:2], flush=True)
+"""
+
+
+def test_files_and_where_modules_are_looked_for(start, tmp_path):
+    """Beside the file, and in the folders that its launcher names, also from where it stands."""
+    for name in ("program/run.py", "program/beside.py", "modules/elsewhere.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(FILE if name.endswith("run.py") else "")
+    variables = environment(PYTHONPATH=os.pathsep.join(["modules", str(tmp_path)]))
+    printed = set()
+    for command in (start, [*start, "-u"], [sys.executable]):
+        done = subprocess.run(
+            [*command, "program/run.py", "-m", "x y"],
+            cwd=tmp_path,
+            env=variables,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        printed.add(done.stdout)
+    assert len(printed) == 1, printed
+
+
+STARTS = """
+import os, subprocess, sys
+print(*sys.argv[1:], os.getpgrp() == os.getpid(), flush=True)
+if len(sys.argv) == 2:
+    subprocess.run([sys.executable, "-u", __file__, "its", "child"], check=True)
+    subprocess.run([sys.executable, "-c", "import os; print(os.getpgrp() == os.getpid())"])
+"""
+
+
+def test_what_a_child_starts_is_forked_too(start, tmp_path):
+    """A module or a file: a child leads a group of processes; else it is the interpreter's."""
+    (tmp_path / "starts.py").write_text(STARTS)
+    variables = interpreter(tmp_path / "bin", "horovodrun", environment())
+    command = [variables[EXECUTABLES[0]], "starts.py", "first"]
+    printed = subprocess.check_output(command, cwd=tmp_path, env=variables, text=True)
+    assert printed.splitlines() == ["first True", "its child True", "False"]
+    variables = interpreter(tmp_path, "torch", environment(FORKSERVER="0"))
+    assert not {*EXECUTABLES} & {*variables}
 
 
 def test_random_numbers_differ(start):

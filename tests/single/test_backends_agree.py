@@ -52,12 +52,13 @@ def layout_for(compressor) -> Layout:
     return Layout(("conv", "bias", "head"), SHAPES, block=compressor.block)
 
 
-def gradients(seed: int, steps: int, size: int = 4) -> np.ndarray:
+def gradients(seed: int, steps: int, size: int = 4, sparse: int | None = None) -> np.ndarray:
     """[steps, ranks, elements]: scales that change, and a sparse step, to climb all levels."""
     random = np.random.default_rng(seed)
     scale = 10.0 ** random.uniform(-2, 2, (steps, 1, 1))
     data = random.standard_normal((steps, size, sum(int(np.prod(s)) for s in SHAPES))) * scale
-    data[steps // 2] *= random.random(data[0].shape) < 0.02
+    sparse = steps // 2 if sparse is None else sparse
+    data[sparse] *= random.random(data[0].shape) < 0.02
     return data.astype(np.float32)
 
 
@@ -85,8 +86,14 @@ def run(compressor, ops, make, data, moments):
     return wire, [[np.asarray(x) for x in step] for step in results], states
 
 
-@pytest.mark.parametrize("with_moments", [False, True], ids=["step", "moments"])
-@pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
+@pytest.mark.parametrize(
+    ("compressor", "with_moments"),
+    [
+        pytest.param(one, moments, id=f"{one!r}-{'moments' if moments else 'step'}")
+        for one in COMPRESSORS
+        for moments in ((False, True) if one.uses_moments else (False,))
+    ],
+)
 def test_torch_and_tensorflow_send_the_same_bytes(compressor, with_moments):
     data = gradients(1, 20)
     moments = np.abs(gradients(2, 20)) ** 2 / 16 if with_moments else None
@@ -109,7 +116,7 @@ OTHERS = LARGEST + LEADER + QUANTIZED
 
 @pytest.mark.parametrize("compressor", OTHERS + PHASED + INT32 + ROBUST + BALANCED, ids=repr)
 def test_the_other_methods_send_the_same_bytes(compressor):
-    data = gradients(1, 12, size=3)
+    data = gradients(1, 8, size=3, sparse=6)  # behind each warm-up and phase of these settings
     reference = run(compressor, TorchOps(), torch.from_numpy, data, None)
     others = [
         run(compressor, TorchOps(static=True), torch.from_numpy, data, None),

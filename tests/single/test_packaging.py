@@ -81,12 +81,22 @@ def sdist(once, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(once, sdist: Path) -> Path:
-    """Built from the sdist, as pip does where there is no wheel."""
+def wheel(once, sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the sdist, as pip does where there is no wheel.
+
+    Nothing is optimized: it takes most of a build, and the libraries of this tree have been.
+    """
 
     def build(target: Path) -> None:
         command = [*PIP, "wheel", *OFFLINE, "--no-build-isolation", "--wheel-dir", str(target)]
-        subprocess.run([*command, str(sdist)], check=True)
+        tools = tmp_path_factory.mktemp("tools")
+        variables = {}
+        for compiler in (("CC", "gcc", "cc"), ("CXX", "g++", "c++")) if building.compiles() else ():
+            script = tools / compiler[1]
+            script.write_text(f'#!/bin/sh\nexec {building._compiler(*compiler)} "$@" -O0\n')
+            script.chmod(stat.S_IRWXU)
+            variables[compiler[0]] = str(script)
+        subprocess.run([*command, str(sdist)], check=True, env={**os.environ, **variables})
 
     (built,) = once("wheel", build).glob("*.whl")
     return built

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -62,6 +63,8 @@ from tests.parallel.workers.perceptron import STEPS, Model, loss, vector
 
 TIMEOUT = datetime.timedelta(minutes=3)
 AVERAGE = OuterSGD(1, 0)
+COLLECTIVES = "gloo:all_reduce", "gloo:broadcast"
+BACKWARD = "a backward of the test"
 
 
 def ddp_model(before=None, **options):
@@ -1039,7 +1042,29 @@ def reductions(run):
     """Return how many collectives that are not ours alone `run` has made: those of DDP."""
     with torch.profiler.profile() as profile:
         run()
-    return [e.name for e in profile.events() if e.name in ("gloo:all_reduce", "gloo:broadcast")]
+    return [e.name for e in profile.events() if e.name in COLLECTIVES]
+
+
+def a_backward():
+    """Mark a part of what `reductions_by_backward` runs."""
+    return torch.profiler.record_function(BACKWARD)
+
+
+def reductions_by_backward(run):
+    """Return, for each part that `a_backward` marks, the collectives that began in it.
+
+    What our optimizers send begins between these parts. The events are taken as they were recorded:
+    to arrange some thousands of them takes longer than to train.
+    """
+    with torch.profiler.profile() as profile:
+        run()
+    events = [
+        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
+        for event in profile.profiler.kineto_results.events()
+    ]
+    spans = sorted((start, end) for start, end, name in events if name == BACKWARD)
+    begun = [(start, name) for start, _, name in events if name in COLLECTIVES]
+    return [[name for at, name in begun if start <= at <= end] for start, end in spans]
 
 
 class Normed(torch.nn.Module):
@@ -1072,7 +1097,22 @@ def local_steps_of_ddp():
     """
     x = torch.randn(8, 12, generator=torch.Generator().manual_seed(dist.get_rank()))
 
+    def backward_twice(model):
+        for _ in range(2):
+            with a_backward():
+                model(x).square().mean().backward()
+
     def plain_and_wrapped(wrap, make, steps=8):
+        def trained(model, optimizer, of_ddp):
+            for step in range(steps):
+                optimizer.zero_grad()
+                if of_ddp is not None:
+                    model.require_backward_grad_sync = True  # as loops that accumulate do
+                apart = of_ddp is not None and step and "static_graph" not in of_ddp
+                with model.no_sync() if apart else nullcontext(), a_backward():
+                    model(x + step).square().mean().backward()
+                optimizer.step()
+
         ends = []
         for of_ddp in (None, *OPTIONS_OF_DDP):
             model = Normed()
@@ -1083,21 +1123,8 @@ def local_steps_of_ddp():
             optimizer = make(model, names)
             if of_ddp is not None and wrap == "after":
                 model = DistributedDataParallel(model, **of_ddp)
-            made = []
-            for step in range(steps):
-                optimizer.zero_grad()
-                if of_ddp is not None:
-                    model.require_backward_grad_sync = True  # as loops that accumulate do
-
-                def backward(model=model, step=step, of_ddp=of_ddp):
-                    if of_ddp is not None and step and "static_graph" not in of_ddp:
-                        with model.no_sync():
-                            model(x + step).square().mean().backward()
-                    else:
-                        model(x + step).square().mean().backward()
-
-                made.append(reductions(backward))
-                optimizer.step()
+            made = reductions_by_backward(partial(trained, model, optimizer, of_ddp))
+            assert len(made) == steps
             first, second, *others = made
             assert not any(others), (of_ddp, made)
             if wrap == "before":  # else it plans its buckets anew in the second forward
@@ -1120,9 +1147,9 @@ def local_steps_of_ddp():
                 with torch.no_grad():
                     model(x)
                 anew = DistributedDataParallel(model.module, **of_ddp)
-                again = lambda m=anew: m(x).square().mean().backward()  # noqa: E731
-                for _ in range(2):
-                    assert "gloo:all_reduce" in reductions(again), of_ddp
+                made = reductions_by_backward(partial(backward_twice, anew))
+                assert len(made) == 2, made
+                assert all("gloo:all_reduce" in one for one in made), (of_ddp, made)
         return ends
 
     for how in ({}, {"warmup_steps": 3}):
