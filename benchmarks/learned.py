@@ -85,7 +85,7 @@ def powersgd(ops: TorchOps, layers: Any) -> dict[str, Callable[[], Any]]:
     matrices = [
         gradient[m.start : m.start + m.rows * m.columns].view(m.rows, m.columns).clone()
         for layout, gradient in buckets
-        for m in compressor.matrices(layout)
+        for m in compressor.matrices(layout).matrices
     ]
     factors = [[torch.randn(n, rank, device=ops.device) for n in m.shape] for m in matrices]
 

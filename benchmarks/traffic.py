@@ -4,6 +4,7 @@
     python -m benchmarks.traffic --folder docs/measured   # writes traffic.json and traffic.txt
     python -m benchmarks.traffic --only Strom QSGD
     python -m benchmarks.traffic --only Strom --launches  # each of the bucket that has most
+    python -m benchmarks.traffic --plain                  # methods of matrix products, no kernels
 
 A step of one of two ranks on ResNet-50's 161 shapes, in the buckets of the PyTorch frontend, with
 tensors that have a shape and no data: what is counted depends on nothing else. Words and top-k send
@@ -30,12 +31,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hvd_gradcomp import (
+    ACPSGDCompressor,
     Compressor,
     DGCCompressor,
     EGCCompressor,
     GradientDroppingCompressor,
     HybridCompressor,
     OneBitCompressor,
+    PowerSGDCompressor,
     QSGDCompressor,
     SparseGDCompressor,
     StromCompressor,
@@ -67,6 +70,11 @@ METHODS: dict[str, tuple[Compressor, float, bool]] = {
     "QSGD": (QSGDCompressor(bits=4, exchange="allgather"), 4.0, True),
     "TernGrad": (TernGradCompressor(exchange="allgather"), 4.0, True),
     "1-bit": (OneBitCompressor(exchange="allgather"), 4.0, True),
+}
+# They multiply matrices, and have no kernels.
+PLAIN: dict[str, Compressor] = {
+    "PowerSGD, rank 4": PowerSGDCompressor(rank=4),
+    "ACP-SGD, rank 4": ACPSGDCompressor(rank=4),
 }
 LAUNCHES = 12  # a bucket, at most
 # More for Elias-Fano's code: two to encode, three to decode, and three for the check that indices
@@ -248,6 +256,36 @@ class Step:
         return state._replace(capacity=state.capacity._replace(**numbers))
 
 
+def plain_step(compressor: Compressor, layout: Layout) -> Count:
+    """Count a step of one bucket by plain ops, in all of its rounds."""
+    ops = WithoutData(kernels=False)
+    gradient, state = ops.zeros((layout.size,)), compressor.init(ops, layout)
+    context = Context(layout, 0, RANKS, 1, 1.0, 1.0 / RANKS)
+    moved = launches = 0
+    reply = None
+    stack = ProgramRunner(compressor.aggregate(ops, context, gradient, state))
+    while True:
+        with Counter() as counter:
+            ops.counter = counter
+            request = stack.send(reply)
+        moved, launches = moved + counter.moved, launches + counter.launches
+        if request is None:
+            return Count(moved, launches)
+        reply = request.tensor.clone()
+
+
+def plain_table() -> str:
+    """Count methods that have no kernels, as Markdown."""
+    lines = ["| method | copies | launches a bucket | launches a step |", "|---|--:|--:|--:|"]
+    for name, compressor in PLAIN.items():
+        layouts = buckets(compressor)
+        steps = [plain_step(compressor, layout) for layout in layouts]
+        copies = sum(step.moved for step in steps) / (8 * sum(one.elements for one in layouts))
+        largest, total = max(s.launches for s in steps), sum(s.launches for s in steps)
+        lines.append(f"| {name} | {copies:.1f} | {largest} | {total} |")
+    return "\n".join(lines) + "\n"
+
+
 def launches_of(compressor: Compressor, layout: Layout, dense: bool) -> list[Any]:
     """The kernels of a step, as they are launched."""
     step = Step(compressor, layout, kernels=True)
@@ -346,7 +384,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="METHOD")
     parser.add_argument("--folder", type=Path, default=None, help="where to write both files")
     parser.add_argument("--launches", action="store_true", help="list each launch instead")
+    parser.add_argument("--plain", action="store_true", help="count methods without kernels")
     options = parser.parse_args(arguments)
+    if options.plain:
+        print(plain_table())
+        return 0
     if options.launches:
         for name, (compressor, *_) in chosen(options.only).items():
             print(f"{name}: {launches(compressor)}")

@@ -2,7 +2,9 @@
 
     python -m benchmarks.archive.powersgd        # two minutes on two cores; starts its ranks itself
     python -m benchmarks.archive.powersgd --steps 1000 --seeds 5
-    python -m benchmarks.archive.powersgd --time  # a minute: what a step takes, beside the hook
+    python -m benchmarks.archive.powersgd --time  # two minutes: what a step takes, beside the hook
+    python -m benchmarks.archive.powersgd --time --only "11 layers" ResNet
+    python -m benchmarks.archive.powersgd --alone # seconds: encode and decode of one rank
 
 Handwritten digits (scikit-learn's, a fifth held out) on a perceptron of 64-256-256-10, 85,002
 parameters: as many steps of 32 images a rank with each method. Accuracy and loss are medians over
@@ -11,9 +13,15 @@ a rank hands to collectives in the steps that are compressed: of PyTorch's hooks
 `torch.distributed.all_reduce`, of ours by `stats`. On two ranks both bring a rank as many.
 
 `--time` lets DDP without a hook, its hook and ours of rank 4 take turns: a perceptron of 12 layers
-of 1,024 x 1,024, and the GPT of `make worth`, 0.8 million parameters in small matrices; one sample
-a rank, so that a step is little else than its exchange. Ranks share the memory of one machine, and
-nothing slows their link: what is left is what compressing costs.
+of 1,024 x 1,024, and the GPT of `make worth`, 0.8 million parameters in small matrices, with one
+sample a rank, so that a step is little else than its exchange; then noise for gradients, so that it
+is nothing else: of 11 layers (6 matrices, 5 vectors, 0.8 million parameters) and of ResNet-50's
+shapes. "By shape" is the hook with `batch_tensors_with_same_shape=True`. Ranks share the memory of
+one machine, and nothing slows their link: what is left is what compressing costs. The processor's
+time is that of rank 0 with all of its threads; other work on the machine changes it little.
+
+`--alone` takes steps of one process, one thread, without collectives and without DDP: each sum is a
+copy of what was sent, which is not timed. Medians of 12 steps after 5.
 
 Not measured here: GPUs, slow links (`make worth` does), more ranks.
 """
@@ -26,10 +34,10 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -52,11 +60,17 @@ from hvd_gradcomp import (
     VarianceCompressor,
     after,
 )
+from hvd_gradcomp.core.layout import plan_buckets
+from hvd_gradcomp.method.compressor import Context
+from hvd_gradcomp.ops.torch import TorchOps
+from hvd_gradcomp.runtime.program_runner import ProgramRunner
 from hvd_gradcomp.torch import ddp
+from hvd_gradcomp.tuning.models import resnet50
 
 RANKS, BATCH = 2, 32
 WARM_UP = 10  # steps that PowerSGD does uncompressed; left out of all counts of bytes
 RANK, WIDTH, DEPTH, TURNS = 4, 1024, 12, 40  # of what is timed
+ALONE = 5  # first steps that `--alone` leaves out
 OURS: tuple[Compressor, ...] = (
     *(after(WARM_UP, None, PowerSGDCompressor(rank=rank)) for rank in (1, 2, 4)),
     after(WARM_UP, None, ACPSGDCompressor(rank=4)),
@@ -184,7 +198,57 @@ def transformer() -> tuple[nn.Module, torch.Tensor]:
     return GPT(words=128, length=32), torch.randint(128, (1, 32))
 
 
-MODELS = {"12 layers of 1,024 x 1,024": perceptron, "GPT, 0.8 million parameters": transformer}
+class _Noise(torch.autograd.Function):
+    """Zero, whose gradients by the parameters are noise."""
+
+    @staticmethod
+    def forward(ctx: Any, noise: list[torch.Tensor], *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.noise = noise
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        del gradients
+        return None, *ctx.noise
+
+
+class Shapes(nn.Module):
+    """Model of layers of some shapes, which computes nothing; its gradients are noise."""
+
+    def __init__(self, shapes: Iterable[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+        generator = torch.Generator().manual_seed(1 + dist.get_rank())
+        self.noise = [torch.randn(p.shape, generator=generator) for p in self.layers]
+
+    def forward(self, sample: torch.Tensor) -> torch.Tensor:
+        """Return zero."""
+        del sample
+        return cast(torch.Tensor, _Noise.apply(self.noise, *self.layers))
+
+
+def eleven() -> list[tuple[int, ...]]:
+    """Return the shapes of 6 matrices and 5 vectors."""
+    widths = (64, *[448] * 5, 10)
+    return [shape for a, b in zip(widths, widths[1:]) for shape in ((b, a), (b,))][:-1]
+
+
+def few_layers() -> tuple[nn.Module, torch.Tensor]:
+    """Return a model of 11 layers, and a sample."""
+    return Shapes(eleven()), torch.zeros(1)
+
+
+def many_layers() -> tuple[nn.Module, torch.Tensor]:
+    """Return a model of ResNet-50's shapes, and a sample."""
+    return Shapes(shape for _, shape in resnet50()), torch.zeros(1)
+
+
+MODELS = {
+    "12 layers of 1,024 x 1,024": perceptron,
+    "GPT, 0.8 million parameters": transformer,
+    "11 layers, 0.8 million parameters": few_layers,
+    "ResNet-50's 161 layers": many_layers,
+}
 
 
 class Timed:
@@ -192,7 +256,8 @@ class Timed:
 
     Args:
         make: of `MODELS`.
-        method: one of ours, a rank of PowerSGD's hook, or None for DDP alone.
+        method: one of ours, a rank of PowerSGD's hook (negative: batched by shape), or None for
+            DDP alone.
     """
 
     def __init__(self, make: Callable[[], Any], method: Compressor | int | None) -> None:
@@ -204,20 +269,23 @@ class Timed:
             ddp.compress(self.model, method)
         elif method is not None:
             state = powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=method, start_powerSGD_iter=2
+                None,
+                matrix_approximation_rank=abs(method),
+                start_powerSGD_iter=2,
+                batch_tensors_with_same_shape=method < 0,
             )
             self.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
-    def step(self) -> float:
-        """Return the seconds of forward and backward, and of the exchange in it."""
+    def step(self) -> tuple[float, float]:
+        """Return the seconds of forward and backward with the exchange, and the processor's."""
         self.model.zero_grad()
         dist.barrier()
-        begin = time.perf_counter()
+        begin = time.perf_counter(), time.process_time()
         self.model(self.sample).square().sum().backward()
-        return time.perf_counter() - begin
+        return time.perf_counter() - begin[0], time.process_time() - begin[1]
 
 
-def time_steps(rank: int, port: int, folder: str) -> None:
+def time_steps(rank: int, port: int, folder: str, only: list[str], count: int) -> None:
     """Time all ways in turn, and leave what rank 0 has found in a file."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
@@ -225,28 +293,83 @@ def time_steps(rank: int, port: int, folder: str) -> None:
     ways: dict[str, Compressor | int | None] = {
         "DDP, uncompressed": None,
         f"DDP's powerSGD_hook, rank {RANK}": RANK,
+        "likewise, by shape": -RANK,
         **{str(one): one for one in (PowerSGDCompressor(rank=RANK), ACPSGDCompressor(rank=RANK))},
         "NoneCompressor()": NoneCompressor(),
     }
     times = {}
     for title, make in MODELS.items():
+        if only and not any(title.startswith(begin) for begin in only):
+            continue
         models = [Timed(make, method) for method in ways.values()]
-        turns = [[model.step() for model in models] for _ in range(WARM_UP + TURNS)]
+        turns = [[model.step() for model in models] for _ in range(WARM_UP + count)]
         times[title] = dict(zip(ways, zip(*turns[WARM_UP:])))
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(times))
     dist.destroy_process_group()
 
 
-def table_of_times(times: dict[str, list[float]]) -> str:
+def table_of_times(times: dict[str, list[tuple[float, float]]]) -> str:
     """Return a line for each way."""
-    theirs = statistics.median(times[f"DDP's powerSGD_hook, rank {RANK}"])
+    hook = times[f"DDP's powerSGD_hook, rank {RANK}"]
+    theirs = [statistics.median(clock) for clock in zip(*hook)]
     rows = []
-    for name, seconds in times.items():
-        middle = statistics.median(seconds)
+    for name, steps in times.items():
+        seconds, work = zip(*steps)
+        middle, processor = statistics.median(seconds), statistics.median(work)
         spread = f"{1e3 * min(seconds):.1f} to {1e3 * max(seconds):.1f}"
-        rows.append([name, f"{1e3 * middle:.1f}", spread, f"{middle / theirs:.2f}"])
+        rows.append([name, f"{1e3 * middle:.1f}", spread, f"{middle / theirs[0]:.2f}"])
+        rows[-1] += [f"{1e3 * processor:.1f}", f"{processor / theirs[1]:.2f}"]
     head = ["method", "ms a step, median", "least to most", "of the hook's"]
+    head += ["processor, ms", "of the hook's"]
+    return tabulate(rows, head, tablefmt="github", disable_numparse=True)
+
+
+def work(compressor: Compressor, shapes: list[tuple[int, ...]], bucket_bytes: int) -> list[str]:
+    """Return the ms of encode and decode of one rank, and of copying the gradient once."""
+    layers = [(str(number), shape, "float32") for number, shape in enumerate(shapes)]
+    layouts = plan_buckets(layers, bucket_bytes, compressor.block)
+    ops = TorchOps()
+    gradients = [torch.randn(layout.size) for layout in layouts]
+    outs = [torch.empty_like(gradient) for gradient in gradients]
+    states = [compressor.init(ops, layout) for layout in layouts]
+    steps, copies = [], []
+    for step in range(ALONE + 12):
+        begin = time.perf_counter()
+        for gradient, out in zip(gradients, outs):
+            out.copy_(gradient)
+        copies.append(time.perf_counter() - begin)
+        fresh, seconds = [gradient.clone() for gradient in gradients], 0.0
+        for bucket, layout in enumerate(layouts):
+            context = Context(layout, 0, RANKS, step, 1.0, 1.0 / RANKS)
+            program = compressor.aggregate(ops, context, fresh[bucket], states[bucket])
+            runner, reply = ProgramRunner(program), None
+            while True:
+                begin = time.perf_counter()
+                request = runner.send(reply)
+                seconds += time.perf_counter() - begin
+                if request is None:
+                    break
+                reply = request.tensor.clone()
+            _, states[bucket] = runner.result
+        steps.append(seconds)
+    return [f"{1e3 * statistics.median(clock[ALONE:]):.1f}" for clock in (steps, copies)]
+
+
+def table_of_work() -> str:
+    """Return a line for each model and method."""
+    whole, large = 1 << 40, [shape for _, shape in reversed(resnet50())]
+    models = {
+        "11 layers, 0.8 million parameters": (eleven(), whole),
+        "ResNet-50's 161 layers, one bucket": (large, whole),
+        "ResNet-50's 161 layers, buckets of 25 MB": (large, 25 << 20),
+    }
+    rows = [
+        [title, str(compressor), *work(compressor, shapes, size)]
+        for title, (shapes, size) in models.items()
+        for compressor in (PowerSGDCompressor(rank=RANK), ACPSGDCompressor(rank=RANK))
+    ]
+    head = ["model", "method", "encode and decode, ms", "copy of the gradient, ms"]
     return tabulate(rows, head, tablefmt="github", disable_numparse=True)
 
 
@@ -285,17 +408,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help=f"of each training, over {WARM_UP}")
     parser.add_argument("--seeds", type=int, default=3, help="trainings with each method")
     parser.add_argument("--time", action="store_true", help="of a step, beside the hook's")
+    parser.add_argument("--turns", type=int, default=TURNS, help="of each way, with --time")
+    parser.add_argument("--only", nargs="+", default=[], help="how the names of models begin")
+    parser.add_argument("--alone", action="store_true", help="encode and decode of one rank")
     options = parser.parse_args()
     if options.steps <= WARM_UP:
         parser.error(f"--steps has to exceed the {WARM_UP} that PowerSGD does uncompressed")
+    if options.alone:
+        torch.set_num_threads(1)
+        print(table_of_work())
+        return
     with tempfile.TemporaryDirectory() as folder:
         if options.time:
-            multiprocessing.spawn(time_steps, (free_port(), folder), nprocs=RANKS)
+            multiprocessing.spawn(
+                time_steps, (free_port(), folder, options.only, options.turns), nprocs=RANKS
+            )
             for title, times in json.loads(Path(folder, "found.json").read_text()).items():
                 print(f"{title}\n\n{table_of_times(times)}\n")
             return
-        arguments = (free_port(), folder, options.steps, options.seeds)
-        multiprocessing.spawn(worker, arguments, nprocs=RANKS)
+        trainings = free_port(), folder, options.steps, options.seeds
+        multiprocessing.spawn(worker, trainings, nprocs=RANKS)
         print(table(json.loads(Path(folder, "found.json").read_text())))
 
 

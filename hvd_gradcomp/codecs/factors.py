@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
 from hvd_gradcomp.codecs.clipping import Clipping
 from hvd_gradcomp.core import validate
+from hvd_gradcomp.core.factored import FactoredMatrices, Matrix
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.method.compressor import Report
 from hvd_gradcomp.method.handover import Handover
@@ -25,15 +27,6 @@ class Factors(NamedTuple):
     r: Tensor  # float32 [size], what was not sent yet; rank-local
     p: Tensor  # float32 [rows * rank of all matrices]; replicated
     q: Tensor  # float32 [columns * rank of all matrices]; replicated
-
-
-class Matrix(NamedTuple):
-    """Layer that is sent by its factors, and where it lies in the bucket."""
-
-    start: int
-    rows: int
-    columns: int
-    rank: int
 
 
 @dataclass(frozen=True)
@@ -64,17 +57,14 @@ class FactorCompressor(Clipping, Handover):
         shrinks = (rows + columns) * rank * self.min_ratio <= rows * columns
         return (rows, columns, rank) if shrinks else None
 
-    def matrices(self, layout: Layout) -> list[Matrix]:
-        """Return the layers that are sent by their factors, in the bucket's order."""
-        shapes = map(self.matrix, layout.with_outputs_first().shapes)
-        return [Matrix(at, *shape) for at, shape in zip(layout.offsets, shapes) if shape]
+    def matrices(self, layout: Layout) -> FactoredMatrices:
+        """Return the layers that are sent by their factors."""
+        return _matrices(self, layout)
 
     def sizes(self, layout: Layout) -> tuple[int, int, int]:
         """Return the sizes of all P, of all Q, and of what lies between the matrices."""
         matrices = self.matrices(layout)
-        p_size = sum(m.rows * m.rank for m in matrices)
-        q_size = sum(m.columns * m.rank for m in matrices)
-        return p_size, q_size, layout.size - sum(m.rows * m.columns for m in matrices)
+        return matrices.p.size, matrices.q.size, layout.size - matrices.elements
 
     def layer_bytes(self, shape: Sequence[int]) -> float:
         matrix = self.matrix(shape)
@@ -104,35 +94,13 @@ class FactorCompressor(Clipping, Handover):
         return state._replace(r=state.r + residual), gradient
 
 
-def as_matrices(ops: Ops, x: Tensor, matrices: Sequence[Matrix]) -> list[Tensor]:
-    """Return the matrices in a bucket's vector; [rows, columns] each."""
-    return [
-        ops.reshape(x[m.start : m.start + m.rows * m.columns], (m.rows, m.columns))
-        for m in matrices
-    ]
+@lru_cache(maxsize=1024)  # asked for in each step of each bucket
+def _matrices(compressor: FactorCompressor, layout: Layout) -> FactoredMatrices:
+    shapes = map(compressor.matrix, layout.with_outputs_first().shapes)
+    layers = zip(layout.offsets, shapes)
+    return FactoredMatrices(tuple(Matrix(at, *shape) for at, shape in layers if shape))
 
 
-def between_matrices(ops: Ops, x: Tensor, matrices: Sequence[Matrix], size: int) -> list[Tensor]:
-    """Return what lies between the matrices, in order; one piece more than there are matrices."""
-    ends = [0, *(m.start + m.rows * m.columns for m in matrices)]
-    return [x[end:start] for end, start in zip(ends, [*(m.start for m in matrices), size])]
-
-
-def split_matrices(ops: Ops, x: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """Return the matrices of a vector that holds one after another."""
-    matrices, start = [], 0
-    for shape in shapes:
-        matrices.append(ops.reshape(x[start : start + prod(shape)], shape))
-        start += prod(shape)
-    return matrices
-
-
-def concat_matrices(ops: Ops, matrices: Sequence[Tensor]) -> Tensor:
-    """Return matrices as one vector."""
-    pieces = [ops.reshape(matrix, (-1,)) for matrix in matrices]
-    return ops.concat(pieces) if pieces else ops.zeros((0,))
-
-
-def transposed(ops: Ops, matrix: Tensor) -> Tensor:
-    """Return the transpose of a matrix."""
-    return ops.transpose(matrix, (1, 0))
+def between_matrices(x: Tensor, matrices: FactoredMatrices) -> list[Tensor]:
+    """Return what lies between the matrices of a bucket's vector, in order."""
+    return [x[start:end] for start, end in matrices.between(x.shape[0])]

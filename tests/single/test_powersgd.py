@@ -22,11 +22,13 @@ def test_bytes_of_a_step_are_counted_alike(one_process):
 
 
 def test_times_are_shown_beside_the_hooks():
+    steps = {"DDP's powerSGD_hook, rank 4": [0.02, 0.01, 0.03], "ours": [0.01, 0.01, 0.05]}
     lines = powersgd.table_of_times(
-        {"DDP's powerSGD_hook, rank 4": [0.02, 0.01, 0.03], "ours": [0.01, 0.01, 0.05]}
+        {name: [(seconds, seconds / 4) for seconds in times] for name, times in steps.items()}
     ).splitlines()
-    assert "20.0" in lines[2] and "10.0 to 30.0" in lines[2] and "1.00" in lines[2]
-    assert "10.0 to 50.0" in lines[3] and "0.50" in lines[3]
+    assert "20.0" in lines[2] and "10.0 to 30.0" in lines[2] and lines[2].count("1.00") == 2
+    assert "10.0 to 50.0" in lines[3] and lines[3].count("0.50") == 2
+    assert "| 5.0 " in lines[2] and "| 2.5 " in lines[3]
 
 
 def test_what_is_shown():

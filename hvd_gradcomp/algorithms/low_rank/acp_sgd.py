@@ -6,15 +6,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_gradcomp.codecs.factors import (
-    FactorCompressor,
-    Factors,
-    as_matrices,
-    between_matrices,
-    concat_matrices,
-    split_matrices,
-    transposed,
-)
+from hvd_gradcomp.codecs.factors import FactorCompressor, Factors, between_matrices
 from hvd_gradcomp.core.collectives import Allreduce, Switch
 from hvd_gradcomp.core.cost_model import Exchange
 from hvd_gradcomp.core.layout import Layout
@@ -56,33 +48,28 @@ class ACPSGDCompressor(FactorCompressor):
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Factors, **extra: Tensor
     ) -> Program:
-        layout, layers = context.layout, self.matrices(context.layout)
+        matrices = self.matrices(context.layout)
         gradient, _ = self.clipped(ops, context, gradient, extra)
         finite, gradient = patterns.check_storable(ops, gradient)
         gradient = ops.accumulate(gradient, state.r)
-        matrices = as_matrices(ops, gradient, layers)
-        uncompressed = between_matrices(ops, gradient, layers, layout.size)
-        p_shapes = [(m.rows, m.rank) for m in layers]
-        q_shapes = [(m.columns, m.rank) for m in layers]
+        uncompressed = between_matrices(gradient, matrices)
         poison = patterns.poison(ops, finite)
 
         def exchange(sends_p: bool) -> Generator[Any, Any, tuple[Tensor, ...]]:
             """Send one factor; the other, of the last step, is orthonormalized and fixed."""
-            last, shapes = (state.q, q_shapes) if sends_p else (state.p, p_shapes)
-            fixed = [ops.orthogonalize(x) for x in split_matrices(ops, last, shapes)]
-            operands = matrices if sends_p else [transposed(ops, m) for m in matrices]
-            factors = [ops.matmul(m, x) for m, x in zip(operands, fixed)]
-            own_factors = concat_matrices(ops, factors)
+            last, thin = (state.q, matrices.q) if sends_p else (state.p, matrices.p)
+            fixed = ops.orthogonalize_factors(last, thin)
+            own_factors = ops.multiply_factors(gradient, matrices, fixed, transposed=not sends_p)
             message = ops.concat([own_factors, *uncompressed, poison])
             total = yield Allreduce(message, context.prescale, context.postscale)
             total = patterns.strip_poison(ops, total)
-            size = sum(rows * rank for rows, rank in (p_shapes if sends_p else q_shapes))
-            other, mean = concat_matrices(ops, fixed), total[:size]
-            own_pair, mean_pair = (own_factors, other), (mean, other)
+            size = (matrices.p if sends_p else matrices.q).size
+            mean, mean_uncompressed = total[:size], total[size:]
+            own_pair, mean_pair = (own_factors, fixed), (mean, fixed)
             if not sends_p:
-                own_pair, mean_pair = (other, own_factors), (other, mean)
+                own_pair, mean_pair = (fixed, own_factors), (fixed, mean)
             r, result = ops.expand_factors(
-                gradient, state.r, layers, own_pair, mean_pair, total[size:]
+                gradient, state.r, matrices, own_pair, mean_pair, mean_uncompressed
             )
             return result, r, *mean_pair
 

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hvd_gradcomp.codecs.factors import (
-    FactorCompressor,
-    Factors,
-    as_matrices,
-    between_matrices,
-    concat_matrices,
-    split_matrices,
-    transposed,
-)
+from hvd_gradcomp.codecs.factors import FactorCompressor, Factors, between_matrices
 from hvd_gradcomp.core.collectives import Allreduce
 from hvd_gradcomp.core.cost_model import Exchange
 from hvd_gradcomp.core.layout import Layout
@@ -42,8 +34,9 @@ class PowerSGDCompressor(FactorCompressor):
             `max_norm / sqrt(ranks)` before accumulating; positive; smaller clips more. None clips
             nothing.
 
-    Differs from the paper: nothing is sent uncompressed at first. Products of matrices round by
-    machine, so ranks on different processors may drift apart by rounding; `verify_every=` notices.
+    Differs from the paper: nothing is sent uncompressed at first. On GPUs, and without the C
+    library, products of matrices round by machine, so ranks on different processors may drift apart
+    by rounding; `verify_every=` notices.
 
     Raises:
         ValueError: a hyper-parameter is out of range.
@@ -60,31 +53,25 @@ class PowerSGDCompressor(FactorCompressor):
     def aggregate(
         self, ops: Ops, context: Context, gradient: Tensor, state: Factors, **extra: Tensor
     ) -> Program:
-        layout, layers = context.layout, self.matrices(context.layout)
+        matrices = self.matrices(context.layout)
         gradient, _ = self.clipped(ops, context, gradient, extra)
         finite, gradient = patterns.check_storable(ops, gradient)
         gradient = ops.accumulate(gradient, state.r)
-        matrices = as_matrices(ops, gradient, layers)
-        uncompressed = between_matrices(ops, gradient, layers, layout.size)
 
-        q = split_matrices(ops, state.q, [(m.columns, m.rank) for m in layers])
-        own_p = concat_matrices(ops, [ops.matmul(m, x) for m, x in zip(matrices, q)])
+        own_p = ops.multiply_factors(gradient, matrices, state.q, transposed=False)
+        uncompressed = between_matrices(gradient, matrices)
         message = ops.concat([own_p, *uncompressed, patterns.poison(ops, finite)])
         total = yield Allreduce(message, context.prescale, context.postscale)
         total = patterns.strip_poison(ops, total)  # raises on all ranks, and the state is as it was
-        p_size, _, _ = self.sizes(layout)
-        mean_p, mean_uncompressed = total[:p_size], total[p_size:]
-        p = split_matrices(ops, mean_p, [(m.rows, m.rank) for m in layers])
-        p = [ops.orthogonalize(x) for x in p]
+        mean_p, mean_uncompressed = total[: matrices.p.size], total[matrices.p.size :]
+        p = ops.orthogonalize_factors(mean_p, matrices.p)
 
-        own_q = [ops.matmul(transposed(ops, m), x) for m, x in zip(matrices, p)]
-        own_q = mean_q = concat_matrices(ops, own_q)
-        if layers:
+        own_q = mean_q = ops.multiply_factors(gradient, matrices, p, transposed=True)
+        if matrices.q.size:
             # A copy is sent: the rank's own Q is needed for what its factors miss.
             mean_q = yield Allreduce(own_q * 1.0, context.prescale, context.postscale)
             mean_q = patterns.check_sum(ops, mean_q)
-        all_p = concat_matrices(ops, p)
         r, mean = ops.expand_factors(
-            gradient, state.r, layers, (all_p, own_q), (all_p, mean_q), mean_uncompressed
+            gradient, state.r, matrices, (p, own_q), (p, mean_q), mean_uncompressed
         )
-        return mean, Factors(r, ops.overwrite(state.p, all_p), ops.overwrite(state.q, mean_q))
+        return mean, Factors(r, ops.overwrite(state.p, p), ops.overwrite(state.q, mean_q))

@@ -819,34 +819,91 @@ static int run_turn_tiles(call *c) {
   return 0;
 }
 
-/* matrices (start, rows, columns, rank), x, p, q, other p, other q, between -> kept, total */
-static int plan_expand_factors(call *c) {
-  TRY(takes(c, 7, 0, 0));
+/* Checks that input 0 has matrices of input 1, and counts the elements of their factors. */
+static int plan_factored(call *c, int64_t *left, int64_t *right, int64_t *rest) {
   TRY(is_vector(c, 0, INT64, ANY));
   TRY(is_vector(c, 1, FLOAT, ANY));
   NEED(c->in[0].length % 4 == 0, "a matrix is four numbers");
   const factored *m = (const factored *)c->in[0].data;
-  int64_t count = c->in[0].length / 4, size = c->in[1].length, done = 0, rest = size;
-  int64_t left = 0, right = 0, largest = 0;
+  int64_t count = c->in[0].length / 4, size = c->in[1].length, done = 0, largest = 0;
+  *left = *right = 0, *rest = size;
   for (int64_t i = 0; i < count; i++) {
     NEED(done <= m[i].start && m[i].start <= size && 0 < m[i].rows && 0 < m[i].columns &&
              0 < m[i].rank && m[i].rank <= m[i].rows && m[i].rank <= m[i].columns &&
              m[i].rows <= (size - m[i].start) / m[i].columns,
          "matrix %lld does not lie in the vector behind the one before it", (long long)i);
     done = m[i].start + m[i].rows * m[i].columns;
-    left += m[i].rows * m[i].rank, right += m[i].columns * m[i].rank;
-    rest -= m[i].rows * m[i].columns;
+    *left += m[i].rows * m[i].rank, *right += m[i].columns * m[i].rank;
+    *rest -= m[i].rows * m[i].columns;
     int64_t needed = scratch_of_factors(m[i].columns, m[i].rank);
     largest = needed > largest ? needed : largest;
   }
+  c->scratch_bytes = 4 * largest;
+  return 0;
+}
+
+/* matrices (start, rows, columns, rank), x, factor; transposed -> other factor */
+static int plan_multiply_factors(call *c) {
+  int64_t left, right, rest;
+  TRY(takes(c, 3, 1, 0));
+  TRY(plan_factored(c, &left, &right, &rest));
+  TRY(is_vector(c, 2, FLOAT, *c->ints ? left : right));
+  return gives_vector(c, 0, FLOAT, *c->ints ? right : left);
+}
+
+static int run_multiply_factors(call *c) {
+  multiply_factors((const factored *)c->in[0].data, c->in[0].length / 4, FLOATS(1), FLOATS(2),
+                   *c->ints != 0, OUT(float, 0), (float *)c->scratch, (int)c->threads);
+  return 0;
+}
+
+/* Doubles that a thread needs for the largest matrix. */
+static int64_t largest_of_shapes(const call *c) {
+  const int64_t *shape = INT64S(0), *end = shape + c->in[0].length;
+  int64_t largest = 0;
+  for (; shape < end; shape += 2) {
+    int64_t needed = scratch_of_columns(shape[0], shape[1]);
+    largest = needed > largest ? needed : largest;
+  }
+  return largest;
+}
+
+/* (rows, rank) of each matrix, x -> x with orthonormal columns */
+static int plan_orthogonalize_factors(call *c) {
+  TRY(takes(c, 2, 0, 0));
+  TRY(is_vector(c, 0, INT64, ANY));
+  TRY(is_vector(c, 1, FLOAT, ANY));
+  NEED(c->in[0].length % 2 == 0, "a shape is two numbers");
+  const int64_t *shapes = INT64S(0);
+  int64_t left = c->in[1].length;
+  for (int64_t i = 0; i < c->in[0].length; i += 2) {
+    NEED(0 < shapes[i + 1] && shapes[i + 1] <= shapes[i] && shapes[i] <= left / shapes[i + 1],
+         "matrix %lld does not lie in the vector, or is too wide", (long long)i / 2);
+    left -= shapes[i] * shapes[i + 1];
+  }
+  NEED(left == 0, "%lld elements are of no matrix", (long long)left);
+  c->scratch_bytes = 8 * largest_of_shapes(c) * c->threads;
+  return gives_vector(c, 0, FLOAT, c->in[1].length);
+}
+
+static int run_orthogonalize_factors(call *c) {
+  orthogonalize_factors(INT64S(0), c->in[0].length / 2, FLOATS(1), OUT(float, 0),
+                        (double *)c->scratch, largest_of_shapes(c), (int)c->threads);
+  return 0;
+}
+
+/* matrices (start, rows, columns, rank), x, p, q, other p, other q, between -> kept, total */
+static int plan_expand_factors(call *c) {
+  int64_t left, right, rest;
+  TRY(takes(c, 7, 0, 0));
+  TRY(plan_factored(c, &left, &right, &rest));
   TRY(is_vector(c, 2, FLOAT, left));
   TRY(is_vector(c, 3, FLOAT, right));
   TRY(is_vector(c, 4, FLOAT, left));
   TRY(is_vector(c, 5, FLOAT, right));
   TRY(is_vector(c, 6, FLOAT, rest));
-  c->scratch_bytes = 4 * largest;
-  TRY(gives_vector(c, 0, FLOAT, size));
-  return gives_vector(c, 1, FLOAT, size);
+  TRY(gives_vector(c, 0, FLOAT, c->in[1].length));
+  return gives_vector(c, 1, FLOAT, c->in[1].length);
 }
 
 static int run_expand_factors(call *c) {
@@ -1341,6 +1398,8 @@ static const kernel KERNELS[] = {
     KERNEL(momentum_signs),
     KERNEL(majority),
     KERNEL(turn_tiles),
+    KERNEL(multiply_factors),
+    KERNEL(orthogonalize_factors),
     KERNEL(expand_factors),
     KERNEL(largest_of_rows),
     KERNEL(accumulate_largest),

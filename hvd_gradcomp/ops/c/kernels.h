@@ -248,6 +248,11 @@ typedef struct {
 } factored;
 
 int64_t scratch_of_factors(int64_t columns, int64_t rank);
+int64_t scratch_of_columns(int64_t rows, int64_t rank);
+void multiply_factors(const factored *matrices, int64_t count, const float *x, const float *factor,
+                      int transposed, float *out, float *scratch, int threads);
+void orthogonalize_factors(const int64_t *shapes, int64_t count, const float *x, float *out,
+                           double *scratch, int64_t apart, int threads);
 void expand_factors(const factored *matrices, int64_t count, const float *x, const float *p,
                     const float *q, const float *other_p, const float *other_q,
                     const float *between, int64_t size, float *kept, float *total, float *scratch,

@@ -52,6 +52,13 @@ class Matrices(Base):
         turned = (torch.diagonal(r, dim1=-2, dim2=-1) < 0).to(q.dtype).unsqueeze(-2)
         return q * (1.0 - 2.0 * turned)
 
+    def equal_matrices(self, x: Tensor, starts: Sequence[int], shape: tuple[int, int]) -> Tensor:
+        apart = {end - start for start, end in zip(starts, starts[1:])}
+        if len(apart) != 1:
+            return super().equal_matrices(x, starts, shape)
+        strides = (*apart, shape[1], 1)  # at equal distances, no copy is needed
+        return x[starts[0] :].as_strided((len(starts), *shape), strides)
+
     @_without_autocast
     def value_and_grad(
         self, function: Callable[..., tuple[Tensor, ...]], parameters: Sequence[Tensor]
