@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,8 @@ COMPRESSORS = {
     "8 bits": lambda: Int8Compressor(),
     "1 in 8, in 4 bits": lambda: ChunkedTopKCompressor(k=512, values="int4", decay=1),
 }
-PARTS = {
+Functions = Sequence[tuple[type, str]]  # methods of classes
+PARTS: dict[str, Functions] = {
     "digest": [(TensorFragment, "digest")],
     "comparison": [(RankSync, "gather"), (RankSync, "start_gather")],
     "pseudogradients": [(TensorFragment, "send")],
@@ -142,11 +143,11 @@ class Parts:
         return timed
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Wrap the functions of `PARTS`; those that a checkout does not have are left out."""
+    def watching(self, functions_of: Mapping[str, Functions] = PARTS) -> Iterator[None]:
+        """Wrap the functions of each part; those that a checkout does not have are left out."""
         wrapped = [
             (owner, name, vars(owner)[name], part)
-            for part, functions in PARTS.items()
+            for part, functions in functions_of.items()
             for owner, name in functions
             if name in vars(owner)
         ]

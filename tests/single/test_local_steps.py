@@ -29,7 +29,9 @@ from hvd_gradcomp.method.handover import residual_of
 from hvd_gradcomp.monitoring.verify import DivergedError
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.runtime.errors import OutOfStepError
+from hvd_gradcomp.torch.local.fragment import Checksum, digest
 from hvd_gradcomp.torch.local.local_steps import LocalStepsOptimizer
+from hvd_gradcomp.torch.local.outer import neighbours
 from hvd_gradcomp.torch.monitoring.inspection import compression_stats, describe, verify
 from tests.oracles import local_steps as oracle
 from tests.single.older import scales_on_cpus
@@ -1030,6 +1032,32 @@ def test_a_rank_compresses_before_it_waits_for_the_others(monkeypatch):
         return started
 
     assert whole(run(2, work)) == [[False, True, True]] * 2  # the first compares the models
+
+
+def test_a_checksum_of_global_parameters():
+    """It is the same for copies elsewhere in memory, and another one if any bit is flipped."""
+    shapes = ((3, 5), (), (0,), (2, 3, 4, 4), (7,))
+    tensors = [torch.randn(shape) for shape in shapes] + [torch.randn(5, dtype=torch.bfloat16)]
+    tensors += [torch.randn(3, dtype=torch.float64), torch.randn(3, dtype=torch.complex64)]
+    tensors[3] = tensors[3].to(memory_format=torch.channels_last)
+    copies = neighbours(tensors)
+    with torch.no_grad():
+        for c, x in zip(copies, tensors):
+            assert c.stride() == x.stride() and c.dtype in (x.dtype, torch.float32)
+            c.copy_(x)
+        checksum = Checksum(copies)
+        expected = checksum.digest()
+        assert digest([c.clone() for c in copies]) == expected
+        for c in copies:
+            flat = c.detach().as_strided((c.numel(),), (1,), c.storage_offset())
+            for word in flat.view(torch.uint8)[-1:]:
+                word ^= 4
+                assert checksum.digest() != expected
+                word ^= 4
+        assert checksum.digest() == expected
+        copies[0].data = copies[0].data.clone()
+        copies[0][1, 1] += 1
+        assert checksum.digest() not in (expected, 0)
 
 
 @pytest.mark.parametrize("method", COSTS)

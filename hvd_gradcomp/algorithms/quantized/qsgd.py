@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from hvd_gradcomp.codecs.quantized import EXCHANGES, LevelsCompressor, rows_of_length
+from hvd_gradcomp.codecs.quantized import EXCHANGES, LevelsCompressor, Payload, rows_of_length
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.row_groups import RowGroups
 from hvd_gradcomp.ops import Ops, Tensor
@@ -57,6 +57,10 @@ class QSGDCompressor(LevelsCompressor):
         validate.one_of(self, "exchange", EXCHANGES)
         validate.whole(self, "seed", low=0)
 
+    @property
+    def finite_by(self) -> tuple[str, ...]:  # type: ignore[override]
+        return self.side if self.norm == "max" else ()
+
     def rows(self, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
         return rows_of_length(prod(shape), self.bucket_size)
 
@@ -64,3 +68,9 @@ class QSGDCompressor(LevelsCompressor):
         if self.norm == "max":
             return ops.group_maxima(row_groups, x)
         return ops.group_norms(row_groups, x)
+
+    def encode(self, ops: Ops, row_groups: RowGroups, x: Tensor, key: Tensor) -> Payload:
+        if self.norm != "max":
+            return super().encode(ops, row_groups, x, key)
+        scale, codes = ops.encode_peaks(row_groups, x, self.bits, key)
+        return {"scale": scale, "codes": codes}

@@ -429,26 +429,37 @@ class C10dBackend:
         return Work.of(dist.all_gather, row.to(self._group.device), self._group).wait()
 
     def gather_headers(self, header: StepHeader, what: str) -> dict[int, StepHeader]:
-        """Gather the header of every rank, by rank; see `runtime.step_header`.
+        return self.start_headers(header, what)()
+
+    def start_headers(self, header: StepHeader, what: str) -> Callable[[], dict[int, StepHeader]]:
+        """Start to gather the header of every rank; see `runtime.step_header`.
 
         Args:
             header: of this rank.
             what: what begins or ends, for errors.
 
+        Returns:
+            A function that waits for the headers of all ranks, by rank. It raises an OutOfStepError
+            on all ranks if others begin a round of local steps (their rows have the same length,
+            since gloo would end a process that receives another one), and a RuntimeError if a rank
+            has failed.
+
         Raises:
-            OutOfStepError: on all ranks, if others begin a round of local steps; their rows have
-                the same length, since gloo would end a process that receives another one.
             RuntimeError: a rank has failed.
         """
-        row = torch.tensor([HEADER, *header], device=self._group.device)
-        try:
-            rows = Work.of(dist.all_gather, row, self._group).wait().tolist()
-        except RuntimeError as error:
-            raise RuntimeError(errors.explain(what, str(error), self.library)) from error
-        by_rank = dict(zip(self._group.ranks, rows))
-        if different := different_comparisons({rank: row[0] for rank, row in by_rank.items()}):
-            raise different
-        return {rank: StepHeader(*row[1:]) for rank, row in by_rank.items()}
+        row, group = torch.tensor([HEADER, *header], device=self._group.device), self._group
+        with errors.explain_errors(RuntimeError, what, self.library):
+            pending = Work.of(dist.all_gather, row, group)
+
+        def wait() -> dict[int, StepHeader]:
+            with errors.explain_errors(RuntimeError, what, self.library):
+                rows = pending.wait().tolist()
+            by_rank = dict(zip(group.ranks, rows))
+            if different := different_comparisons({rank: row[0] for rank, row in by_rank.items()}):
+                raise different
+            return {rank: StepHeader(*row[1:]) for rank, row in by_rank.items()}
+
+        return wait
 
     def allgather(self, tensor: torch.Tensor, name: str, group: ProcessGroup) -> Work:
         del name

@@ -206,7 +206,13 @@ def DistributedOptimizer(  # noqa: N802 - the name that users of Horovod know
     )
     prescale, postscale = scales(op, factor, participants.rank_and_size[1])
     reducer = Reducer(
-        planner, transport, participants, options, prescale=prescale, postscale=postscale
+        planner,
+        transport,
+        participants,
+        options,
+        prescale=prescale,
+        postscale=postscale,
+        checks_sums=True,
     )
     claim = None
     if _claims:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from hvd_gradcomp.ops import NonFiniteGradientError
-from hvd_gradcomp.runtime.step_header import Kind, values
+from hvd_gradcomp.runtime.step_header import Kind, StepHeader, values
 from hvd_gradcomp.torch.comm.c10d import ProcessGroup
 from hvd_gradcomp.torch.hooks.ddp_bucket import DDPBucket, copy_out_unused
 from hvd_gradcomp.torch.hooks.hook_exchange import HookExchange
@@ -112,39 +112,45 @@ class DDPExchange(HookExchange):
         return bucket.future
 
     def _begin(self) -> None:
-        """Begin a step, after a check that all ranks begin the same one.
+        """Begin a step; see `_begin_step`.
 
         Raises:
             OutOfStepError: on all ranks.
         """
         self._require_connections()
         reducer, planner = self._reducer, self._reducer.planner
-        # A rank that has joined has no loss that a GradScaler could have scaled.
-        headers = self._begin_step(Kind.JOINED if self._joined else Kind.STEP)
-        if self._joined:
-            reducer.adopt_policy(bool(values(headers, "policy")))
-        self._taking_part = sum(each.takes_part for each in headers.values())
-        if planner.arrived is not None and reducer.steps > 0:
+        reorders = planner.arrived is not None and reducer.steps > 0
+        kind = Kind.JOINED if self._joined else Kind.STEP
+        self._begin_step(kind, at_once=self._joined or reorders)
+        if reorders:
             for handle in self._order_hooks:
                 handle.remove()
             orders = self._group.gather_objects(planner.order, list[str])
             planner.reorder(next(filter(None, orders), []))  # a rank that had joined has seen none
         planner.report()
 
+    def _take_headers(self, headers: dict[int, StepHeader]) -> None:
+        if self._joined:  # it has no loss that a GradScaler could have scaled
+            self._reducer.adopt_policy(bool(values(headers, "policy")))
+        self._taking_part = sum(each.takes_part for each in headers.values())
+
     def _fill_buckets(self, pairs: Sequence[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
         reducer = self._reducer
         reducer.programs.resume_led()
         earlier = reducer.programs.running
+        dense: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
         for p, gradient in pairs:
             name = self._names.get(p)
             if gradient.is_sparse and name is not None:
                 if p not in reducer.planner.places:
+                    reducer.programs.agree()
                     self._rows.gather(p, name, gradient.coalesce())
                     continue
                 gradient = self._sparse.as_dense(name, gradient)
             if p not in reducer.planner.places:
                 raise ValueError(_fixed_by_ddp(f"one of shape {tuple(p.shape)}"))
-            reducer.mark_ready(p, gradient)
+            dense.append((p, gradient))
+        reducer.mark_all_ready(dense)
         reducer.programs.resume_earlier(earlier)
 
     def _finish_programs(self) -> None:
@@ -155,6 +161,7 @@ class DDPExchange(HookExchange):
             Exception: an error of one of this rank's programs.
         """
         reducer, planner = self._reducer, self._reducer.planner
+        reducer.programs.agree()  # there may be nothing to send
         absent = [b.layout.names[slot] for b in reducer.buckets for slot in sorted(b.absent)]
         if absent:
             raise ValueError(_fixed_by_ddp(", ".join(absent)))
@@ -180,12 +187,9 @@ class DDPExchange(HookExchange):
             factor = self._group.size() / max(self._taking_part, 1)
         for bucket in buckets:
             bucket.allocate()
-            for p, gradient in bucket.pairs if error is None else ():
-                gradient.copy_(self._reduced_like(gradient, p))
-                if factor != 1.0:
-                    gradient.mul_(factor)
-                reducer.mark_copied(p)
-            if error is not None:
+            if error is None:
+                self._copy_reduced(bucket.pairs, factor)
+            else:
                 bucket.fill(float("nan"))
             bucket.future.set_result(bucket.buffer)
         reducer.finish_step()
@@ -203,16 +207,32 @@ class DDPExchange(HookExchange):
             gradients = [each for bucket in buckets for each in bucket.maybe_unused()]
             after_backward(lambda: copy_out_unused(gradients))
 
-    def _reduced_like(self, gradient: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
-        """Return the reduced gradient of a parameter, sparse if DDP's is sparse."""
+    def _copy_reduced(
+        self, pairs: Sequence[tuple[torch.nn.Parameter, torch.Tensor]], factor: float
+    ) -> None:
+        """Copy reduced gradients to those of DDP, each times a factor."""
+        reducer = self._reducer
+        dense: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+        for p, gradient in pairs:
+            if gradient.is_sparse:
+                gradient.copy_(self._reduced_sparse(gradient, p))
+                reducer.mark_copied(p)
+            else:
+                dense.append((p, gradient))
+        reducer.copy_out(dense)
+        if factor != 1.0:
+            for _, gradient in pairs:
+                gradient.mul_(factor)
+
+    def _reduced_sparse(self, gradient: torch.Tensor, p: torch.nn.Parameter) -> torch.Tensor:
+        """Return the reduced gradient of a parameter whose gradient in DDP is sparse."""
         rows = self._rows.reduced(p)
         if rows is not None:
             rows = rows.to(gradient.dtype)
             if self._reducer.rolled_back:
                 rows.values().fill_(float("nan"))
             return rows
-        reduced = self._reducer.reduced_grad(p)
-        return reduced.to(gradient.dtype).to_sparse(1) if gradient.is_sparse else reduced
+        return self._reducer.reduced_grad(p).to(gradient.dtype).to_sparse(1)
 
 
 def _fixed_by_ddp(which: str) -> str:

@@ -95,11 +95,10 @@ class ShardExchange(HookExchange):
         if not self._exchanging:
             self._begin()
             self._exchanging = True
-        weight = self._weight(unit, flat)
-        for shard, gradient in unit.cut(flat):
-            self._arrived.add(shard.name)
-            if shard.local.numel():
-                self._reducer.mark_ready(shard.local, gradient, weight)
+        gradients = [*unit.cut(flat)]
+        self._arrived.update(shard.name for shard, _ in gradients)
+        filled = [(shard.local, gradient) for shard, gradient in gradients if gradient.numel()]
+        self._reducer.mark_all_ready(filled, self._weight(unit, flat))
 
     def _weight(self, unit: Unit, flat: torch.Tensor) -> float:
         return unit.weight(flat, self._replicas.size())
@@ -122,7 +121,7 @@ class ShardExchange(HookExchange):
             )
 
     def _begin(self) -> None:
-        """Begin a step, after a check that all ranks begin the same one.
+        """Begin a step; see `_begin_step`.
 
         Raises:
             OutOfStepError: on all ranks.
@@ -146,16 +145,21 @@ class ShardExchange(HookExchange):
                 "which sums passes up before they are reduced"
             )
         frozen = [s.name for s in self._shards if not s.trained]
-        headers = self._begin_step(Kind.STEP, zlib.crc32("\n".join(frozen).encode()))
-        if len({each.settings for each in headers.values()}) > 1:
-            raise OutOfStepError(
-                "the ranks have frozen different parameters: freeze the same ones on all ranks, "
-                f"between the same two steps. Here it is {', '.join(frozen) or 'none'}"
-            )
+        masks = bool(frozen) or any(bucket.frozen_slots for bucket in reducer.buckets)
+        settings = zlib.crc32("\n".join(frozen).encode())
+        self._begin_step(Kind.STEP, settings, at_once=masks)
         for bucket in reducer.buckets:
             slots = {slot for slot, name in enumerate(bucket.layout.names) if name in frozen}
             bucket.mask_frozen(slots, reducer.steps)
         reducer.planner.report(self._everybody.rank() == 0, "of this rank's shards")
+
+    def _take_headers(self, headers: dict[int, StepHeader]) -> None:
+        if len({each.settings for each in headers.values()}) > 1:
+            frozen = ", ".join(s.name for s in self._shards if not s.trained)
+            raise OutOfStepError(
+                "the ranks have frozen different parameters: freeze the same ones on all ranks, "
+                f"between the same two steps. Here it is {frozen or 'none'}"
+            )
 
     @torch.no_grad()
     def _finish_step(self) -> None:
@@ -176,11 +180,14 @@ class ShardExchange(HookExchange):
         if error is None and not self._exchanging:
             return
         self._exchanging = False
-        for shard in self._shards:
-            if error is None and shard.local.numel() and shard.trained:
-                shard.add(reducer.reduced_grad(shard.local))
-            elif shard.name in arrived and shard.record.sharded_param.grad is not None:
-                shard.record.sharded_param.grad.to_local().fill_(float("nan"))
+        if error is None:
+            exchanged = [s for s in self._shards if s.local.numel() and s.trained]
+            for shard, reduced in zip(exchanged, reducer.reduced([s.local for s in exchanged])):
+                shard.add(reduced)
+        else:
+            for shard in self._shards:
+                if shard.name in arrived and shard.record.sharded_param.grad is not None:
+                    shard.record.sharded_param.grad.to_local().fill_(float("nan"))
         reducer.finish_step()
         if error is not None:
             reducer.scaling.reset()
@@ -200,6 +207,7 @@ class ShardExchange(HookExchange):
             for shard in unit.shards:
                 if shard.name not in self._arrived and shard.local.numel() and shard.trained:
                     reducer.mark_ready(shard.local, gradients.get(shard), weight)
+        reducer.programs.agree()  # there may be nothing to send
         reducer.programs.wait_all()
         reducer.commit_or_roll_back_among(self._nonfinite_ranks)
 
@@ -210,6 +218,8 @@ class ShardExchange(HookExchange):
         return [*values(headers, "fault")]
 
     def _fail(self, error: Exception) -> None:
-        if not isinstance(error, (NonFiniteGradientError, OutOfStepError)):
+        if isinstance(error, OutOfStepError):
+            self._arrived.clear()  # nothing was exchanged, so FSDP's gradients are as they were
+        elif not isinstance(error, NonFiniteGradientError):
             self._reducer.abort()
         super()._fail(error)

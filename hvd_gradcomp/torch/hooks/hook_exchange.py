@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hvd_gradcomp.ops import NonFiniteGradientError
 from hvd_gradcomp.runtime.errors import OutOfStepError
@@ -26,6 +26,7 @@ class HookExchange:
     ) -> None:
         self._reducer, self._transport, self._groups = reducer, transport, groups
         self._error: Exception | None = None  # of this step, raised when backward has ended
+        self._wait_for_headers: Callable[[], dict[int, StepHeader]] = dict
 
     def _require_connections(self) -> None:
         """Check that no earlier step has failed.
@@ -39,25 +40,49 @@ class HookExchange:
                 "ranks again, from a checkpoint"
             )
 
-    def _begin_step(self, kind: Kind, settings: int = 0) -> dict[int, StepHeader]:
-        """Begin a step, after a check that all ranks begin the same one; return their headers.
+    def _begin_step(self, kind: Kind, settings: int = 0, *, at_once: bool = False) -> None:
+        """Begin a step; all ranks check that they begin the same one before anything is sent.
+
+        The check waits for the slowest rank. Until something is to be sent, this rank goes on with
+        backward and compresses, if its state can be restored should the ranks differ.
+
+        Args:
+            kind: of the step.
+            settings: see `StepHeader`.
+            at_once: wait here.
+
+        Raises:
+            OutOfStepError: on all ranks, here or before the first collective of the step.
+        """
+        reducer = self._reducer
+        reducer.begin_step(self._agree)
+        policy = int(reducer.rolls_back_nonfinite)
+        header = StepHeader(kind, reducer.steps, policy=policy, settings=settings)
+        self._wait_for_headers = self._transport.start_headers(header, "the beginning of a step")
+        if at_once or not reducer.can_abort:
+            reducer.programs.agree()
+
+    def _agree(self) -> None:
+        """Check that all ranks have begun the same step.
 
         Raises:
             OutOfStepError: on all ranks.
         """
-        reducer = self._reducer
-        reducer.begin_step()
-        policy = int(reducer.rolls_back_nonfinite)
-        header = StepHeader(kind, reducer.steps, policy=policy, settings=settings)
-        headers = self._transport.gather_headers(header, "the beginning of a step")
+        wait, self._wait_for_headers = self._wait_for_headers, dict
+        headers = wait()
         if error := compare(headers):
             raise error
-        return headers
+        self._take_headers(headers)
+
+    def _take_headers(self, headers: dict[int, StepHeader]) -> None:
+        """Take what the headers of all ranks say, before anything is sent."""
 
     def _fail(self, error: Exception) -> None:
         """Record an error; close the connections unless all ranks have the same error."""
         self._error = error
-        if not isinstance(error, (NonFiniteGradientError, OutOfStepError)):
+        if isinstance(error, OutOfStepError):
+            self._reducer.abort()
+        elif not isinstance(error, NonFiniteGradientError):
             for group in self._groups:
                 group.hang_up()
 

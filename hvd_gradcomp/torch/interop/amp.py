@@ -59,6 +59,11 @@ class GradScalerAdapter:
         return True
 
     @property
+    def is_active(self) -> bool:
+        """Return True if the running step's gradients are scaled."""
+        return self._factor is not None
+
+    @property
     def known(self) -> float:
         """Return the running step's scale; 0 if there is none, or if it is on a GPU."""
         return self._factor if isinstance(self._factor, float) else 0.0

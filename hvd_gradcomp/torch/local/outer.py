@@ -14,6 +14,8 @@ from hvd_gradcomp.torch.reduce.momentum import MomentumTransfer, resolve_compres
 
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # dtypes of global copies
 
+_ALIGNMENT = 16  # elements: whole words of 64 bits of any dtype
+
 Outer = Any  # OuterSGD, or a function that makes an optimizer from a list of parameters
 
 
@@ -41,7 +43,7 @@ class OuterOptimizer:
     def __init__(
         self, outer: Outer, parameters: Sequence[torch.Tensor], compression: Any, stock: Any
     ) -> None:
-        self.copies = [wide(local_part(p)) for p in parameters]
+        self.copies = neighbours([local_part(p) for p in parameters])
         self.optimizer = _optimizer_of(outer, list(self.copies))
         self.compressor: Compressor
         self.compressor, handover = resolve_compressor(compression, self.optimizer, stock)
@@ -84,8 +86,33 @@ class OuterOptimizer:
 
 def wide(x: torch.Tensor) -> torch.nn.Parameter:
     """Return zeros of a tensor's shape, in float32 if it is narrower."""
-    zeros = torch.zeros_like(x, dtype=_WIDE.get(x.dtype, x.dtype), requires_grad=False)
+    zeros = torch.zeros_like(x, dtype=_wide_dtype(x), requires_grad=False)
     return torch.nn.Parameter(zeros)
+
+
+def neighbours(tensors: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
+    """Return the same as `wide` of each, one after another in memory, padded with zeros.
+
+    So a checksum of all of them walks over few pieces of memory.
+    """
+    kinds = [(_wide_dtype(x), x.device) for x in tensors]
+    sizes = [-(-x.numel() // _ALIGNMENT) * _ALIGNMENT for x in tensors]
+    ends = dict.fromkeys(kinds, 0)
+    memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    for kind in ends:
+        total = sum(size for size, its_kind in zip(sizes, kinds) if its_kind == kind)
+        memory[kind] = torch.zeros(total, dtype=kind[0], device=kind[1])
+    copies = []
+    for x, kind, size in zip(tensors, kinds, sizes):
+        strides = torch.empty_like(x, device="meta").stride()
+        view = memory[kind].as_strided(x.shape, strides, ends[kind])
+        copies.append(torch.nn.Parameter(view))
+        ends[kind] += size
+    return copies
+
+
+def _wide_dtype(x: torch.Tensor) -> torch.dtype:
+    return _WIDE.get(x.dtype, x.dtype)
 
 
 def _momentum_of(optimizer: torch.optim.Optimizer) -> float:
@@ -102,7 +129,7 @@ def _optimizer_of(outer: Outer, copies: list[torch.nn.Parameter]) -> torch.optim
     """
     if isinstance(outer, OuterSGD):
         nesterov = bool(outer.nesterov)
-        return torch.optim.SGD(copies, outer.lr, outer.momentum, nesterov=nesterov)
+        return torch.optim.SGD(copies, outer.lr, outer.momentum, nesterov=nesterov, foreach=True)
     made = outer(copies) if callable(outer) else None
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(

@@ -286,9 +286,9 @@ class TensorExchange(Exchange):
             self._give_up()
             raise
         undone = reducer.rolled_back
+        reduced = iter(reducer.reduced([p for p in self._shapes if p.numel()]))
         means = [
-            reducer.reduced_grad(p).to(p.dtype) if p.numel() else torch.zeros_like(p)
-            for p in self._shapes
+            next(reduced).to(p.dtype) if p.numel() else torch.zeros_like(p) for p in self._shapes
         ]
         reducer.finish_step()
         return None if undone else means

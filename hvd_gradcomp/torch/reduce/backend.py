@@ -56,6 +56,12 @@ class GroupBackend(Backend, Protocol):
             RuntimeError: a rank has failed.
         """
 
+    def start_headers(self, header: StepHeader, what: str) -> Callable[[], dict[int, StepHeader]]:
+        """Start to gather the headers; return a function that waits for those of all ranks.
+
+        Other collectives may be submitted in between, in the same order on all ranks.
+        """
+
 
 # Makes a transport from a group and the prefix of its names, as `C10dBackend` does. All ranks of
 # the group call it together.

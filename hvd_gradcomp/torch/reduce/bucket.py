@@ -85,6 +85,8 @@ class Bucket:
         Reduced gradients may be views of `flat`, and a user who keeps one expects it to stay
         unchanged, as everywhere in PyTorch. Views that are still some `p.grad` do not count.
         """
+        if _references(self.flat) <= self.references:
+            return
         memory = self.flat.untyped_storage().data_ptr()
         current = sum(
             p.grad is not None
@@ -150,6 +152,18 @@ class Bucket:
         """Return the view of one layer."""
         start, layout = self.layout.offsets[slot], self.layout
         return flat[start : start + layout.sizes[slot]].view(layout.shapes[slot])
+
+    def result_views(self) -> list[torch.Tensor]:
+        """Return views of the result, one for each layer, to copy from and not to keep.
+
+        Raises:
+            RuntimeError: there is no result.
+        """
+        result, flat = self.result, self.flat
+        if result is None:
+            raise RuntimeError("a gradient without an exchange; this is a bug in hvd_gradcomp")
+        same = result.data_ptr() == flat.data_ptr() and result.dtype == flat.dtype
+        return self.views if same else self.cut(result)
 
     def abort(self) -> None:
         """Abort the running program."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from hvd_gradcomp.core.collectives import Collective, Inside
-from hvd_gradcomp.method.compressor import Context
+from hvd_gradcomp.method.compressor import Context, leaves
 from hvd_gradcomp.method.learned import retrained
 from hvd_gradcomp.monitoring.stats import CompressionStats
 from hvd_gradcomp.ops import NonFiniteGradientError
@@ -37,10 +37,14 @@ from hvd_gradcomp.torch.reduce.sources import Sources
 
 LOGGER = logging.getLogger("hvd_gradcomp")
 _PRIME = 2**31 - 1
+_FOREACH_COPY: Any = getattr(torch, "_foreach_copy_", None)  # since PyTorch 2.1 or so
 
 
 class TrafficCounter:
     """Counter of this rank's traffic.
+
+    Args:
+        checks_sums: checksum results that must be bit-identical, for `digest`.
 
     Attributes:
         counts: bytes, and steps skipped.
@@ -48,7 +52,8 @@ class TrafficCounter:
         waited: seconds in which steps stood still for exchanges.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, checks_sums: bool = False) -> None:
+        self._checks_sums = checks_sums
         self.counts = stats.TrafficCounts()
         self.gathered: dict[str, int] = {}
         self.waited = 0.0
@@ -68,8 +73,8 @@ class TrafficCounter:
         return self.counts.skipped
 
     def record_checksum(self, reply: torch.Tensor) -> None:
-        """Checksum a result that must be bit-identical on all ranks."""
-        if not reply.is_cuda:
+        """Checksum a result that must be bit-identical on all ranks, if these are compared."""
+        if self._checks_sums and not reply.is_cuda:
             self._checksums.append(sum_of_bits(reply))
 
     def digest(self) -> int:
@@ -324,6 +329,7 @@ class Reducer:
             arrive. For transports that match collectives by order, where ranks may differ in it.
         beside: (name, parameter) of sparse gradients that have no bucket: their rows are gathered.
         releases: release the memory of buckets between steps. Reduced gradients must be copied.
+        checks_sums: compute `checksum`, for those who compare it.
 
     Attributes:
         programs: of the buckets.
@@ -351,13 +357,14 @@ class Reducer:
         in_order: bool = False,
         beside: Named = (),
         releases: bool = False,
+        checks_sums: bool = False,
     ) -> None:
         transport.check(planner.named_parameters)
         self.planner, self.transport, self.participants = planner, transport, participants
         self.keeps_snapshots, self._nonfinite = options.rollback, options.nonfinite
         self.prescale, self.postscale = prescale, postscale
         self.beside, self._releases = list(beside), releases
-        self.scaling, self.traffic = GradScalerAdapter(options.scaler), TrafficCounter()
+        self.scaling, self.traffic = GradScalerAdapter(options.scaler), TrafficCounter(checks_sums)
         self.sources = Sources(planner.source, planner.places, options.batch_size, self.scaling)
         self.sources.watch(planner.buckets)
         self.programs = BucketPrograms(
@@ -413,6 +420,12 @@ class Reducer:
             bucket.refresh()
 
     @property
+    def can_abort(self) -> bool:
+        """Return True if `abort` restores all states, whatever programs have done in this step."""
+        keeps = self.keeps_snapshots or self.rolls_back_nonfinite
+        return keeps or not any(True for bucket in self.buckets for _ in leaves(bucket.state))
+
+    @property
     def rolls_back_nonfinite(self) -> bool:
         """Return True if a step with a non-finite gradient is rolled back."""
         return self.policy != "raise"
@@ -449,17 +462,42 @@ class Reducer:
         with torch.no_grad():
             if gradient is None:
                 bucket.views[slot].zero_()
-            else:
+            elif gradient is not bucket.views[slot] or self.scaling.is_active or weight != 1.0:
                 power = 0 if bucket.scaled else 1
                 self.scaling.unscale(as_real(gradient), bucket.views[slot], power)
                 if weight != 1.0:
                     bucket.views[slot].mul_(weight)
             if bucket.moment_views:
                 self.sources.fill_bucket(bucket, slot)
+        self._mark_arrived(bucket, slot)
+
+    def mark_all_ready(
+        self, gradients: Sequence[tuple[torch.nn.Parameter, torch.Tensor]], weight: float = 1.0
+    ) -> None:
+        """Copy gradients into their buckets, all in one call of PyTorch where it has one.
+
+        As `mark_ready` of each, whose programs start in the same order.
+        """
+        places = [self.planner.places[p] for p, _ in gradients]
+        plain = not self._releases and not any(bucket.moment_views for bucket, _ in places)
+        if not plain or self.scaling.is_active:
+            for p, gradient in gradients:
+                self.mark_ready(p, gradient, weight)
+            return
+        with torch.no_grad():
+            views = [bucket.views[slot] for bucket, slot in places]
+            copy_all(views, [as_real(gradient) for _, gradient in gradients])
+            if weight != 1.0:
+                torch._foreach_mul_(views, weight)
+        for bucket, slot in places:
+            self._mark_arrived(bucket, slot)
+
+    def _mark_arrived(self, bucket: Bucket, slot: int) -> None:
+        """Record that a gradient is in its bucket; start the program if it was the last one."""
         if bucket.flat.is_cuda:
             bucket.streams.add(torch.cuda.current_stream(bucket.flat.device))
         bucket.absent.discard(slot)
-        for ready in self.programs.ready(bucket):
+        for ready in () if bucket.absent else self.programs.ready(bucket):
             self._launch(ready)
 
     def _launch(self, bucket: Bucket) -> None:
@@ -569,6 +607,29 @@ class Reducer:
         gradient = bucket.layer(bucket.result, slot)
         gradient = gradient if bucket.scaled else self.scaling.scale(gradient)
         return as_complex(gradient) if parameter.is_complex() else gradient
+
+    def copy_out(self, gradients: Sequence[tuple[torch.nn.Parameter, torch.Tensor]]) -> None:
+        """Copy reduced gradients into other tensors, in one call of PyTorch where it has one."""
+        if self._releases or self.scaling.is_active:
+            for p, gradient in gradients:
+                gradient.copy_(self.reduced_grad(p))
+                self.mark_copied(p)
+            return
+        places = [self.planner.places[p] for p, _ in gradients]
+        views = _result_views(bucket for bucket, _ in places)
+        with torch.no_grad():
+            copy_all(
+                [as_real(gradient) for _, gradient in gradients],
+                [views[id(bucket)][slot] for bucket, slot in places],
+            )
+
+    def reduced(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+        """Return `reduced_grad` of each parameter; views, which the next step may overwrite."""
+        places = [self.planner.places[p] for p in parameters]
+        if self.scaling.is_active or any(p.is_complex() for p in parameters):
+            return [self.reduced_grad(p) for p in parameters]
+        views = _result_views(bucket for bucket, _ in places)
+        return [views[id(bucket)][slot].detach() for bucket, slot in places]
 
     def finish_step(self) -> None:
         """End a step after all results were copied out: release them and the frozen parameters."""
@@ -703,6 +764,26 @@ class Reducer:
             gradient_norms=[_norm(p.grad) for p in parameters if p.grad is not None],
             seconds_waited=self.traffic.waited,
         )
+
+
+def _result_views(buckets: Iterable[Bucket]) -> dict[int, list[torch.Tensor]]:
+    """Return the views of each bucket's result, by its `id`."""
+    views: dict[int, list[torch.Tensor]] = {}
+    for bucket in buckets:
+        if id(bucket) not in views:
+            views[id(bucket)] = bucket.result_views()
+    return views
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source to its target; in one call where PyTorch has one."""
+    if not targets:
+        return
+    if _FOREACH_COPY is not None:
+        _FOREACH_COPY(targets, sources)
+        return
+    for target, source in zip(targets, sources):
+        target.copy_(source)
 
 
 def wait_for_copies(buckets: Collection[Bucket]) -> None:

@@ -525,20 +525,20 @@ def not_finite():
     torch.testing.assert_close(*trained, rtol=0, atol=1e-6)
     kept = copy.deepcopy(state.state_dict())
     # What one shard of one replica alone finds out.
-    exchange = state.reducer.mark_ready
+    exchange = state.reducer.mark_all_ready
 
-    def one_shard(p, gradient, weight):
-        if dist.get_rank() == 2 and gradient is not None:
-            gradient = torch.full_like(gradient, float("inf"))
-        exchange(p, gradient, weight)
+    def one_shard(pairs, weight):
+        if dist.get_rank() == 2:
+            pairs = [(p, torch.full_like(gradient, float("inf"))) for p, gradient in pairs]
+        exchange(pairs, weight)
 
-    state.reducer.mark_ready = one_shard
+    state.reducer.mark_all_ready = one_shard
     optimizer.zero_grad()
     scaler.scale(loss(model, 7)).backward()
     assert gradients(model).isnan().all()
     scaler.step(optimizer)
     scaler.update()
-    state.reducer.mark_ready = exchange
+    state.reducer.mark_all_ready = exchange
     assert torch.equal(vector(model), trained[1])
     assert state.stats().skipped == 1 and state.steps == STEPS
     for one, other in zip(kept["buckets"], state.state_dict()["buckets"]):
