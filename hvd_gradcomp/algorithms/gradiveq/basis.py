@@ -61,8 +61,8 @@ def learned(
     ops.warn(apart > 0, APART.format(slicing.basis_bytes(layout)))
 
     def equal() -> Generator[Any, Any, tuple[Tensor]]:
+        yield from ()
         return (vector,)
-        yield
 
     def from_root() -> Generator[Any, Any, tuple[Tensor]]:
         return ((yield Broadcast(vector, root)),)
