@@ -487,7 +487,7 @@ class Reducer:
         with torch.no_grad():
             views = [bucket.views[slot] for bucket, slot in places]
             copy_all(views, [as_real(gradient) for _, gradient in gradients])
-            if weight != 1.0:
+            if weight != 1.0 and views:  # a rank may have no shard of a unit
                 torch._foreach_mul_(views, weight)
         for bucket, slot in places:
             self._mark_arrived(bucket, slot)
