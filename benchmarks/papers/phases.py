@@ -181,8 +181,8 @@ def measure(case: Case) -> dict[str, Any]:
     env = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     with Hosts(case.ranks, rate(case)) as hosts:
         output = hosts.horovodrun(command, env=env, timeout=1800.0)
-        found = next(line for line in output.splitlines() if MARK in line)
-        return {"rate": hosts.rate, **json.loads(found.partition(MARK)[2])}
+        line = next(line for line in output.splitlines() if MARK in line)
+        return {"rate": hosts.rate, **json.loads(line.partition(MARK)[2])}
 
 
 def work(case: Case) -> None:

@@ -178,15 +178,31 @@ class Results:
     def needed_span(self, setting: Setting, method: str) -> tuple[float, float, float]:
         """Return the length for the highest, the median and the lowest loss of dense seeds.
 
-        Of a method that does not reach one of them, the next longer training than it had.
+        Where dense gradients have one seed, they spread as on two hosts: it is the same training.
+        A loss that the longest training missed is reached after it, by the line through the last
+        two, and not after the next longer one that was not trained.
         """
         dense = self.at_best(setting, DENSE)
+        if len(dense) == 1:
+            seeds = self.at_best(usual(setting.recipe), DENSE)
+            dense = [dense[0] + loss - statistics.median(seeds) for loss in seeds]
         goals = max(dense), statistics.median(dense), min(dense)
-        longest = max(x for x in LENGTHS if self.at_best(setting, method, x))
-        beyond = next((x for x in LENGTHS if x > longest), 2 * LENGTHS[-1])
-        spans = (self.needed(setting, method, goal) for goal in goals)
-        low, middle, high = (beyond if x is None else x for x in spans)
+        low, middle, high = (self._reaches(setting, method, goal) for goal in goals)
         return low, middle, high
+
+    def _reaches(self, setting: Setting, method: str, goal: float) -> float:
+        """Return `needed`, or how long it would be beyond the longest training."""
+        needed = self.needed(setting, method, goal)
+        if needed is not None:
+            return needed
+        losses = {length: self.at_best(setting, method, length) for length in LENGTHS}
+        known = [(x, statistics.median(each)) for x, each in losses.items() if each]
+        longest, loss = known[-1]
+        following = next((x for x in LENGTHS if x > longest), 2 * LENGTHS[-1])
+        if len(known) == 1 or loss >= known[-2][1]:
+            return following
+        before, higher = known[-2]
+        return min(following, longest + (loss - goal) * (longest - before) / (higher - loss))
 
     def goal(self, setting: Setting) -> float | None:
         """Return the median loss of dense trainings of usual length at their best rate."""

@@ -17,6 +17,8 @@ from hvd_gradcomp.algorithms.sparse.chunked_topk import ChunkedTopKCompressor
 from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.tuning.recommend import WORTH, Span
 
+HOSTS, PARAMETERS = (2, 4), (0.8e6, 0.9e6)  # of the trainings that the law was measured on
+
 
 class Setting(NamedTuple):
     """Compressor, and steps for each exchange.
@@ -32,13 +34,15 @@ class Setting(NamedTuple):
     every: int
     lengths: Mapping[int, Span]
 
-    def length(self, hosts: int) -> Span:
+    def length(self, hosts: int) -> Span | None:
         """Return the length on so many hosts: between those that were measured by their logarithm.
 
-        On more and on fewer hosts it is that of the nearest number.
+        None where it was measured on fewer hosts only; beyond the law's range, that of its end.
         """
         known = sorted(self.lengths)
-        place = min(max(hosts, known[0]), known[-1])
+        place = min(max(hosts, HOSTS[0]), HOSTS[1])
+        if not known[0] <= place <= known[-1]:
+            return None
         above = next(n for n in known if n >= place)
         below = max(n for n in known if n <= place)
         if above == below:
@@ -49,13 +53,14 @@ class Setting(NamedTuple):
 
 
 QSGD = Setting(QSGDCompressor(bits=4), 1, {2: Span(1.0, 1.0, 1.0)})
-INT8_EVERY_5 = Setting(Int8Compressor(), 5, {2: Span(1.01, 1.05, 1.09)})
-INT8_EVERY_15 = Setting(Int8Compressor(), 15, {2: Span(1.16, 1.2, 1.23)})
+INT8_EVERY_5 = Setting(Int8Compressor(), 5, {2: Span(1.01, 1.05, 1.09), 4: Span(1.19, 1.22, 1.26)})
+INT8_EVERY_15 = Setting(Int8Compressor(), 15, {2: Span(1.16, 1.2, 1.23), 4: Span(1.6, 1.64, 1.68)})
 EIGHTH_EVERY_5 = Setting(
-    ChunkedTopKCompressor(k=512, values="int4", decay=1), 5, {2: Span(1.04, 1.07, 1.11)}
+    ChunkedTopKCompressor(k=512, values="int4", decay=1),
+    5,
+    {2: Span(1.04, 1.07, 1.11), 4: Span(1.22, 1.25, 1.28)},
 )
 LAW = (QSGD, INT8_EVERY_5, INT8_EVERY_15, EIGHTH_EVERY_5)
-HOSTS, PARAMETERS = (2, 2), (0.8e6, 0.9e6)  # of the trainings that the law was measured on
 
 
 class Choice(NamedTuple):
@@ -96,6 +101,8 @@ def choose(
     choices = []
     for setting in LAW:
         length, compressor = setting.length(hosts), setting.compressor
+        if length is None:
+            continue
         if setting.every == 1 and compressor in steps:
             step = steps[compressor]
         elif setting.every > 1 and compressor in exchanges:
