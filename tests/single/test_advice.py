@@ -311,8 +311,8 @@ def test_the_law_is_what_was_measured():
 def test_the_law_lies_between_what_was_measured(hosts, setting):
     known = sorted(setting.lengths)
     length = setting.length(hosts)
-    least, most = fewer_exchanges.HOSTS
-    place = min(max(hosts, least), most)
+    fewest, largest = fewer_exchanges.HOSTS
+    place = min(max(hosts, fewest), largest)
     if place > known[-1]:
         assert length is None, "more hosts were measured, but not with it"
         return
