@@ -19,13 +19,22 @@ def main(path: str, *arguments: str) -> int:
     request = marshal.dumps((arguments, os.getcwd(), dict(os.environ)))
     streams = b"".join(fd.to_bytes(4, sys.byteorder) for fd in (0, 1, 2))
     rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, streams)]
+    child, early = 0, []  # signals before it is known which process they are for
+
+    def receive(number: int, frame: object) -> None:
+        if child:
+            forward(child, number)
+        else:
+            early.append(number)
+
+    for number in FORWARDED:
+        if _signal.getsignal(number) == _signal.SIG_DFL or number == _signal.SIGINT:
+            _signal.signal(number, receive)
     server.sendmsg([len(request).to_bytes(4, "big")], rights)
     server.sendall(request)
     child = int.from_bytes(server.recv(4), "big")
-    if child:
-        for number in FORWARDED:
-            if _signal.getsignal(number) == _signal.SIG_DFL or number == _signal.SIGINT:
-                _signal.signal(number, lambda number, frame: forward(child, number))
+    while child and early:
+        forward(child, early.pop(0))
     reply = server.recv(4) if child else b""
     if not reply:
         print(f"the fork server at {path} has ended", file=sys.stderr)

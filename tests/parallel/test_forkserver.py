@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
-from tests.parallel.forkserver import EXECUTABLES, interpreter, python
+from tests.parallel.forkserver import CLIENT, EXECUTABLES, interpreter, python
 from tests.parallel.launch import environment
 from tests.processes import alive
 
@@ -144,6 +145,23 @@ def test_signals_are_passed_on(start):
     job.kill()
     job.wait(20)
     ended(child)
+
+
+def test_a_signal_reaches_a_child_that_is_not_known_yet(tmp_path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        server.listen()
+        words = [sys.executable, "-I", "-S", str(CLIENT), str(tmp_path / "socket")]
+        job = subprocess.Popen([*words, "-c", "pass"])
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(1 << 20)
+            job.terminate()
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+            connection.send(child.pid.to_bytes(4, "big"))
+            assert child.wait(20) == -signal.SIGTERM
+            connection.send((-signal.SIGTERM).to_bytes(4, "big", signed=True))
+        assert job.wait(20) == -signal.SIGTERM
 
 
 def test_server_and_children_end_with_the_tests():
