@@ -52,9 +52,9 @@ class Setting(NamedTuple):
         return Span(*(a + share * (b - a) for a, b in zip(low, high)))
 
 
-QSGD = Setting(QSGDCompressor(bits=4), 1, {2: Span(1.0, 1.0, 1.0)})
+QSGD = Setting(QSGDCompressor(bits=4), 1, {2: Span(1.0, 1.0, 1.0), 4: Span(1.0, 1.0, 1.0)})
 INT8_EVERY_5 = Setting(Int8Compressor(), 5, {2: Span(1.01, 1.05, 1.09), 4: Span(1.19, 1.22, 1.26)})
-INT8_EVERY_15 = Setting(Int8Compressor(), 15, {2: Span(1.16, 1.2, 1.23), 4: Span(1.6, 1.64, 1.68)})
+INT8_EVERY_15 = Setting(Int8Compressor(), 15, {2: Span(1.16, 1.2, 1.23), 4: Span(1.65, 1.7, 1.76)})
 EIGHTH_EVERY_5 = Setting(
     ChunkedTopKCompressor(k=512, values="int4", decay=1),
     5,
