@@ -16,14 +16,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import prod
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 import hvd_gradcomp
-from benchmarks.papers.recorded import Recorded, folder_of
+from benchmarks.papers.recorded import Recorded
 from benchmarks.rig import Hosts
 from benchmarks.worth.timings import dense_bits
 from examples.pytorch import learned
@@ -135,19 +134,9 @@ CASES = (
 
 
 class Phases(Recorded):
-    """Times in a file, which is written after each case.
+    """Times in a file, which is written after each case."""
 
-    Args:
-        folder: where the file is.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, NAME, CASES)
-
-    @classmethod
-    def beside(cls, folder: Path) -> Phases:
-        """Return the times for the rows of a folder; those of long trainings have none there."""
-        return cls(folder_of(folder, NAME))
+    name, cases = NAME, CASES
 
     def seconds(self, key: str) -> dict[str, float]:
         """Return the median of each phase, and of uncompressed exchanges; empty if not timed."""

@@ -6,7 +6,9 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
+
+R = TypeVar("R", bound="Recorded")
 
 
 class Case(Protocol):
@@ -26,31 +28,36 @@ class Recorded:
 
     Args:
         folder: where the file is.
+
+    Attributes:
         name: of the file, without its ending.
         cases: all that there can be, in order.
     """
 
-    def __init__(self, folder: Path, name: str, cases: Sequence[Case]) -> None:
-        self.path, self._cases = folder / f"{name}.json", cases
+    name: ClassVar[str]
+    cases: ClassVar[Sequence[Case]]
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / f"{self.name}.json"
         rows = json.loads(self.path.read_text()) if self.path.exists() else []
         self._rows: dict[str, dict[str, Any]] = {row["key"]: row for row in rows}
 
+    @classmethod
+    def beside(cls: type[R], folder: Path) -> R:
+        """Return the results for the rows of a folder; those of long trainings have none there."""
+        return cls(folder if (folder / f"{cls.name}.json").exists() else folder.parent / "papers")
+
     def __getitem__(self, key: str) -> dict[str, Any] | None:
         """Return a result whose settings are still those of its case; else None."""
-        settings = next(case.settings for case in self._cases if case.key == key)
+        settings = next(case.settings for case in self.cases if case.key == key)
         row = self._rows.get(key)
         return row if row and row["settings"] == settings else None
 
     def add(self, case: Case, result: dict[str, Any]) -> None:
         """Keep a result, in the place of an older one, and write the file anew."""
         self._rows[case.key] = {"key": case.key, "settings": case.settings, **result}
-        rows = [self._rows[one.key] for one in self._cases if one.key in self._rows]
+        rows = [self._rows[one.key] for one in self.cases if one.key in self._rows]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         fresh = self.path.with_suffix(".new")
         fresh.write_text("[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]\n")
         os.replace(fresh, self.path)
-
-
-def folder_of(folder: Path, name: str) -> Path:
-    """Return where a file is: in this folder, or in that of short trainings beside it."""
-    return folder if (folder / f"{name}.json").exists() else folder.parent / "papers"

@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import nn
 import hvd_gradcomp
 from benchmarks.papers import models
 from benchmarks.papers.counting import count
-from benchmarks.papers.recorded import Recorded, folder_of
+from benchmarks.papers.recorded import Recorded
 from hvd_gradcomp.tuning.models import resnet, shapes
 
 NAME = "bytes"  # of the part
@@ -103,19 +102,9 @@ CASES = (
 
 
 class Sizes(Recorded):
-    """Counts in a file, which is written after each case.
+    """Counts in a file, which is written after each case."""
 
-    Args:
-        folder: where the file is.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, NAME, CASES)
-
-    @classmethod
-    def beside(cls, folder: Path) -> Sizes:
-        """Return the counts for the rows of a folder; those of long trainings have none there."""
-        return cls(folder_of(folder, NAME))
+    name, cases = NAME, CASES
 
     def of_workers(self, key: str) -> tuple[float, ...]:
         """Return by how much a rank sends less than dense gradients; empty if it was not counted.

@@ -184,11 +184,21 @@ __attribute__((target("avx2,bmi"))) static int64_t list_avx2(const rule *how, co
   return count + list_plainly(how, r, v, run, n, base, index + count, bits + count, most);
 }
 
+/* Appends which of 16 elements pass, with their bits; returns how many. `first` is the index of the
+ * first. Writes 16, so it may write beyond what passes, never beyond what was looked at. */
+__attribute__((target("avx512f,popcnt"))) static inline int64_t append_avx512(
+    __m512 x, __mmask16 passes, uint32_t first, uint32_t *index, uint32_t *bits) {
+  const __m512i ahead = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i here = _mm512_add_epi32(_mm512_set1_epi32((int)first), ahead);
+  _mm512_storeu_si512(index, _mm512_maskz_compress_epi32(passes, here));
+  _mm512_storeu_ps(bits, _mm512_maskz_compress_ps(passes, x));
+  return __builtin_popcount(passes);
+}
+
 __attribute__((target("avx512f,popcnt"))) static int64_t list_avx512(
     const rule *how, const float *r, const float *v, int64_t n, uint32_t base, uint32_t *index,
     uint32_t *bits, uint32_t *most) {
   const __m512 alpha = _mm512_set1_ps(how->alpha), tau = _mm512_set1_ps(how->tau);
-  const __m512i ahead = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512i largest = _mm512_setzero_si512();
   int64_t count = 0, run = 0;
   for (; run + RUN <= n; run += RUN) {
@@ -205,15 +215,11 @@ __attribute__((target("avx512f,popcnt"))) static int64_t list_avx512(
     }
     if (!(passes[0] | passes[1] | passes[2] | passes[3])) continue;
     for (int part = 0; part < 4; part++) {
-      /* A store of 16 may reach beyond what is found, never beyond what was looked at. */
       int64_t i = run + 16 * part;
-      const __m512i here = _mm512_add_epi32(_mm512_set1_epi32((int)(base + (uint32_t)i)), ahead);
       const __m512 x = _mm512_loadu_ps(r + i);
       const __m512i size = _mm512_castps_si512(_mm512_abs_ps(x));
-      _mm512_storeu_si512(index + count, _mm512_maskz_compress_epi32(passes[part], here));
-      _mm512_storeu_ps(bits + count, _mm512_maskz_compress_ps(passes[part], x));
       largest = _mm512_mask_max_epu32(largest, passes[part], largest, size);
-      count += __builtin_popcount(passes[part]);
+      count += append_avx512(x, passes[part], base + (uint32_t)i, index + count, bits + count);
     }
   }
   uint32_t here = _mm512_reduce_max_epu32(largest);

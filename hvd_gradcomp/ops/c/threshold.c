@@ -146,7 +146,6 @@ __attribute__((target("avx512f,avx512bw,avx512vl,popcnt"))) static int64_t take_
     const rule *how, const piece *of, int64_t n, uint32_t *most) {
   const __m512 alpha = _mm512_set1_ps(how->alpha), tau = _mm512_set1_ps(how->tau);
   const __m512 zeta = _mm512_set1_ps(how->zeta);
-  const __m512i ahead = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __mmask16 corrected = how->corrects ? 0xffff : 0;
   __m512i largest = _mm512_setzero_si512();
   __m512 squares[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(),
@@ -183,12 +182,8 @@ __attribute__((target("avx512f,avx512bw,avx512vl,popcnt"))) static int64_t take_
       const __m512i size = _mm512_castps_si512(_mm512_abs_ps(x[part]));
       largest = _mm512_mask_max_epu32(largest, passes[part], largest, size);
       if (!of->index) continue;
-      /* A store of 16 may reach beyond what is wanted, never beyond what was looked at. */
       const uint32_t first = of->base + (uint32_t)(run + 16 * part);
-      const __m512i here = _mm512_add_epi32(_mm512_set1_epi32((int)first), ahead);
-      _mm512_storeu_si512(of->index + count, _mm512_maskz_compress_epi32(passes[part], here));
-      _mm512_storeu_ps(of->bits + count, _mm512_maskz_compress_ps(passes[part], x[part]));
-      count += __builtin_popcount(passes[part]);
+      count += append_avx512(x[part], passes[part], first, of->index + count, of->bits + count);
     }
   }
   uint32_t here = _mm512_reduce_max_epu32(largest);

@@ -128,7 +128,6 @@ __attribute__((target("avx512f,popcnt"))) static int64_t take_in_avx512(const co
                                                                          const piece *of,
                                                                          int64_t n) {
   const __m512 momentum = _mm512_set1_ps(how->momentum), beyond = _mm512_set1_ps(of->beyond);
-  const __m512i in_turn = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512 squares[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(),
                        _mm512_setzero_ps()};
   int64_t run = of->past ? before_line(of->r, n) : 0;
@@ -152,12 +151,8 @@ __attribute__((target("avx512f,popcnt"))) static int64_t take_in_avx512(const co
     }
     if (!(passes[0] | passes[1] | passes[2] | passes[3])) continue;
     for (int part = 0; part < 4; part++) {
-      /* As `list` does: a store of 16 may reach beyond what is found. */
-      const int first = (int)(of->base + (uint32_t)(run + 16 * part));
-      const __m512i here = _mm512_add_epi32(_mm512_set1_epi32(first), in_turn);
-      _mm512_storeu_si512(of->index + count, _mm512_maskz_compress_epi32(passes[part], here));
-      _mm512_storeu_ps(of->bits + count, _mm512_maskz_compress_ps(passes[part], x[part]));
-      count += __builtin_popcount(passes[part]);
+      const uint32_t first = of->base + (uint32_t)(run + 16 * part);
+      count += append_avx512(x[part], passes[part], first, of->index + count, of->bits + count);
     }
   }
   if (of->squares) *of->squares += sum_of_lanes_avx512(squares);

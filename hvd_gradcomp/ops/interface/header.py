@@ -145,21 +145,27 @@ class Headers(BitPacking, Matrices, HostControl):
             PayloadError: frames are shorter than their words, or no whole words.
         """
         if self.native is not None:
-            ranks, size = frames.shape
-            if isinstance(size, int) and (size % 4 or size < 4 * (count + 1)):
-                raise PayloadError(f"a frame has {size} bytes: a payload is damaged")
-            facts = 1 + len(fields)
-            outputs = self.empty((ranks, count), "int64"), self.empty((facts, ranks), "bool")
-            numbers = self.numbers([number for field in fields for number in field])
-            inputs = self.rows(frames), numbers, self.numbers(expected)
-            words, intact = self.native("examine", inputs, outputs, (count,))
-            return self.columns(words, count), self.each_row(intact, facts)
+            words, intact = self._examined(frames, count, fields, expected)
+            return self.columns(words, count), self.each_row(intact, 1 + len(fields))
         front = self.from_bytes(frames[:, : 4 * (count + 1)], "uint32")
         words, numbers = front[:, :count], self.words(expected)
         checks = [front[:, count] == self.checksum(words, frames[:, 4 * (count + 1) :])]
         for i, (word, low, bits) in enumerate(fields):
             checks.append(words[:, word] // (1 << low) % (1 << bits) == numbers[i])
         return self.columns(words, count), checks
+
+    def _examined(
+        self, frames: Tensor, count: int, fields: Sequence[Field], expected: Sequence[Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Return what `examine` does by the C library: [rows, count], and bool [facts, rows]."""
+        ranks, size = frames.shape
+        if isinstance(size, int) and (size % 4 or size < 4 * (count + 1)):
+            raise PayloadError(f"a frame has {size} bytes: a payload is damaged")
+        outputs = self.empty((ranks, count), "int64"), self.empty((1 + len(fields), ranks), "bool")
+        numbers = self.numbers([number for field in fields for number in field])
+        inputs = self.rows(frames), numbers, self.numbers(expected)
+        words, intact = self.native("examine", inputs, outputs, (count,))
+        return words, intact
 
     def columns(self, x: Tensor, count: int) -> Sequence[Tensor]:
         """Return the columns of a matrix that has so many."""

@@ -72,24 +72,16 @@ class Headers(Base):
         """
         if self.native is None or spec.powers:
             return None
-        ranks, size = frames.shape
-        if size % 4 or size < 4 * (count + 1):
-            return None
-        outputs = self.empty((ranks, count), "int64"), self.empty((1 + len(fields), ranks), "bool")
-        numbers = self.numbers([number for field in fields for number in field])
-        rows = self.rows(frames)
-        words, intact = self.native(
-            "examine", (rows, numbers, self.numbers(expected)), outputs, (count,)
-        )
+        words, intact = self._examined(frames, count, fields, expected)
         columns = words.unbind(1)
         if not bool(intact.all()) or bool(columns[-1].any()):
             return None
         if spec.vectors:
             start = 4 * (count + 1)
-            sides = rows.tensor[:, start : start + 4 * spec.groups * spec.vectors]
+            sides = self.rows(frames).tensor[:, start : start + 4 * spec.groups * spec.vectors]
             low, high = sides.view(torch.float32).aminmax()
             largest = max(-low.item(), high.item())  # a bound of all sums; False for NaN
-            if not largest * ranks * spec.weight <= spec.limit:
+            if not largest * len(words) * spec.weight <= spec.limit:
                 return None
         return CheckedFrames(columns, None)
 
