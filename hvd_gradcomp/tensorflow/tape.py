@@ -5,7 +5,7 @@ is replaced. A user makes a new tape each step, so the state belongs to the vari
 are asked about, not to a tape.
 
 All of this runs while a user's function is traced. AutoGraph would translate it for seconds, so
-functions are marked, except for the one that calls what the user has recorded.
+functions are marked; those that call what the user has recorded by `untranslated`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from hvd_gradcomp.algorithms.threshold.variance import weight_of_passes
 from hvd_gradcomp.method.compressor import Compressor
+from hvd_gradcomp.tensorflow.interop.autograph import untranslated
 from hvd_gradcomp.tensorflow.interop.variables import plain_variable
 from hvd_gradcomp.tensorflow.reduce.options import ExchangeOptions
 from hvd_gradcomp.tensorflow.reduce.reducer import LOGGER, GraphReducer
@@ -157,6 +158,7 @@ class TapeExchange:
         tape.get_local_and_global_gradients = self.get_local_and_global_gradients
         tape.register_local_source = self.register_local_source
 
+    @untranslated
     def gradient(
         self,
         target: Any,
@@ -187,6 +189,7 @@ class TapeExchange:
             for g, s in zip(gradients, sources)
         ]
 
+    @untranslated
     def get_local_and_global_gradients(
         self, target: Any, sources: Any, *arguments: Any, **options: Any
     ) -> Any:

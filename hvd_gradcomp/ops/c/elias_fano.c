@@ -8,11 +8,11 @@
 
 /* -- planes of 32 numbers, and bits that are set ------------------------------------------------ */
 
-/* Bit `plane` of 32 numbers as one word, for each plane. */
-static void to_planes_plainly(const uint32_t *numbers, int planes, uint32_t *words) {
+/* Bits of 32 numbers from `first` on, a word for each. */
+static void to_planes_plainly(const uint32_t *numbers, int planes, int first, uint32_t *words) {
   for (int plane = 0; plane < planes; plane++) {
     uint32_t word = 0;
-    for (int lane = 0; lane < GROUP; lane++) word |= (numbers[lane] >> plane & 1) << lane;
+    for (int lane = 0; lane < GROUP; lane++) word |= (numbers[lane] >> (first + plane) & 1) << lane;
     words[plane] = word;
   }
 }
@@ -25,11 +25,11 @@ static void from_planes_plainly(const uint32_t *words, int planes, int first, ui
 }
 
 #ifdef __x86_64__
-AVX2 static void to_planes_avx2(const uint32_t *numbers, int planes, uint32_t *words) {
+AVX2 static void to_planes_avx2(const uint32_t *numbers, int planes, int first, uint32_t *words) {
   __m256i part[4];
   for (int i = 0; i < 4; i++) part[i] = _mm256_loadu_si256((const __m256i *)(numbers + 8 * i));
   for (int plane = 0; plane < planes; plane++) {
-    const __m128i shift = _mm_cvtsi32_si128(31 - plane);
+    const __m128i shift = _mm_cvtsi32_si128(31 - first - plane);
     uint32_t word = 0;
     for (int i = 0; i < 4; i++) {
       const __m256 top = _mm256_castsi256_ps(_mm256_sll_epi32(part[i], shift));
@@ -64,6 +64,46 @@ AVX2 static void from_planes_avx2(const uint32_t *words, int planes, int first,
       _mm256_storeu_si256(own, sum);
     }
   }
+}
+
+AVX512 static void to_planes_avx512(const uint32_t *numbers, int planes, int first,
+                                    uint32_t *words) {
+  const __m512i front = _mm512_loadu_si512(numbers), back = _mm512_loadu_si512(numbers + 16);
+  for (int plane = 0; plane < planes; plane++) {
+    const __m512i bit = _mm512_set1_epi32((int)(1u << (first + plane)));
+    words[plane] = (uint32_t)_mm512_test_epi32_mask(front, bit) |
+                   (uint32_t)_mm512_test_epi32_mask(back, bit) << 16;
+  }
+}
+
+AVX512 static void from_planes_avx512(const uint32_t *words, int planes, int first,
+                                      uint32_t *numbers) {
+  __m512i front = _mm512_loadu_si512(numbers), back = _mm512_loadu_si512(numbers + 16);
+  for (int plane = 0; plane < planes; plane++) {
+    const __m512i bit = _mm512_set1_epi32((int)(1u << (first + plane)));
+    front = _mm512_mask_add_epi32(front, (__mmask16)words[plane], front, bit);
+    back = _mm512_mask_add_epi32(back, (__mmask16)(words[plane] >> 16), back, bit);
+  }
+  _mm512_storeu_si512(numbers, front);
+  _mm512_storeu_si512(numbers + 16, back);
+}
+
+/* Sixteen bits at a time; the next ones write over what is too much. */
+AVX512 static int64_t rests_avx512(const uint32_t *highs, int64_t width, int64_t count,
+                                   int64_t *bit, uint32_t *rests) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  int64_t at = 0, first = 0;
+  for (; first + 32 <= width && at + 48 <= count; first += 32)
+    for (int part = 0; part < 32; part += 16) {
+      const __mmask16 set = (__mmask16)(highs[first / 32] >> part);
+      /* What is added to a lane's number: the place less how many come before. */
+      const __m512i apart = _mm512_set1_epi32((int)(uint32_t)(first + part - at));
+      const __m512i places = _mm512_sub_epi32(_mm512_maskz_compress_epi32(set, lanes), lanes);
+      _mm512_storeu_si512(rests + at, _mm512_add_epi32(places, apart));
+      at += __builtin_popcount(set);
+    }
+  *bit = first;
+  return at;
 }
 
 /* Four at a time, since how many there are is hard to predict; the next ones write over what is too
@@ -112,6 +152,7 @@ static int64_t bits_of_words(const int64_t *words, int64_t bits, int64_t count, 
 
 static int64_t rests_of(const uint32_t *highs, int64_t width, int64_t count, int64_t *bit,
                         uint32_t *rests) {
+  if (__builtin_cpu_supports("avx512f")) return rests_avx512(highs, width, count, bit, rests);
   if (__builtin_cpu_supports("avx2")) return rests_avx2(highs, width, count, bit, rests);
   return *bit = 0;
 }
@@ -145,7 +186,7 @@ int encode_ascending(const int64_t *numbers, int64_t rows, int64_t count, int64_
     uint32_t group[GROUP] = {0}, planes[GROUP];
     int64_t n = all - at < GROUP ? all - at : GROUP;
     for (int64_t i = 0; i < n; i++) group[i] = (uint32_t)(numbers[at + i] & mask);
-    BEST(to_planes)(group, (int)low, planes);
+    WIDEST(to_planes)(group, (int)low, 0, planes);
     for (int64_t plane = 0; plane < low; plane++) lows[plane] = planes[plane];
   }
   return 0;
@@ -184,13 +225,61 @@ void decode_ascending(const int64_t *lows, const int64_t *highs, int64_t rows, i
   for (at = 0; at < all; at += GROUP, lows += low) {
     uint32_t last[GROUP] = {0}, planes[GROUP];
     for (int64_t plane = 0; plane < low; plane++) planes[plane] = (uint32_t)lows[plane];
-    BEST(from_planes)(planes, (int)low, 0, last);
+    WIDEST(from_planes)(planes, (int)low, 0, last);
     join_rows(numbers + at, last, all - at < GROUP ? all - at : GROUP, at, count, width - count,
               low, universe);
   }
 }
 
 /* -- words: a code of `bits` bits, or none, above an index -------------------------------------- */
+
+/* Sets a bit for each of n words, at the rest of its index and how many words come before.
+ *
+ * mask: the bits of an index. at: how many words come before the first. Returns whether each has a
+ * place below `width`. */
+static int set_places_plainly(const uint32_t *words, uint32_t mask, int64_t n, int64_t at,
+                              int64_t low, int64_t width, uint32_t *highs) {
+  for (int64_t i = 0; i < n; i++) {
+    int64_t place = ((int64_t)(words[i] & mask) >> low) + at + i;
+    if (place >= width) return 0;
+    highs[place >> 5] |= (uint32_t)1 << (place & 31);
+  }
+  return 1;
+}
+
+#ifdef __x86_64__
+#define set_places_avx2 set_places_plainly
+
+/* Sixteen at a time: as indices ascend, their places are in 64 bits, as a rule. */
+AVX512 static int set_places_avx512(const uint32_t *words, uint32_t mask, int64_t n, int64_t at,
+                                    int64_t low, int64_t width, uint32_t *highs) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i one = _mm512_set1_epi64(1), indices = _mm512_set1_epi32((int)mask);
+  const __m512i wide = _mm512_set1_epi32(64);
+  const __m128i shift = _mm_cvtsi32_si128((int)low);
+  for (; n >= 16; n -= 16, at += 16, words += 16) {
+    const uint32_t least = (words[0] & mask) >> low;
+    const int64_t place = least + at, word = place >> 5;
+    const __m512i index = _mm512_and_si512(_mm512_loadu_si512(words), indices);
+    const __m512i rests = _mm512_srl_epi32(index, shift), first = _mm512_set1_epi32((int)least);
+    const __m512i above = _mm512_min_epu32(_mm512_sub_epi32(rests, first), wide);
+    const __m512i begin = _mm512_set1_epi32((int)(place & 31));
+    const __m512i ahead = _mm512_add_epi32(_mm512_add_epi32(above, lanes), begin);
+    if (32 * word + 64 > width ||
+        (_mm512_cmpge_epu32_mask(ahead, wide) | _mm512_cmplt_epu32_mask(rests, first))) {
+      if (!set_places_plainly(words, mask, 16, at, low, width, highs)) return 0;
+      continue;
+    }
+    const __m512i front = _mm512_cvtepu32_epi64(_mm512_castsi512_si256(ahead));
+    const __m512i back = _mm512_cvtepu32_epi64(_mm512_extracti64x4_epi64(ahead, 1));
+    const uint64_t set = (uint64_t)_mm512_reduce_or_epi64(
+        _mm512_or_si512(_mm512_sllv_epi64(one, front), _mm512_sllv_epi64(one, back)));
+    highs[word] |= (uint32_t)set;
+    highs[word + 1] |= (uint32_t)(set >> 32);
+  }
+  return set_places_plainly(words, mask, n, at, low, width, highs);
+}
+#endif
 
 /* Words whose indices ascend, as `low` planes of the indices, their other bits, planes of codes.
  *
@@ -200,48 +289,90 @@ int encode_words(const uint32_t *words, int64_t count, int64_t low, int64_t widt
                  uint32_t *lows, uint32_t *highs, uint32_t *codes) {
   const uint32_t mask = (uint32_t)(((uint64_t)1 << (32 - bits)) - 1);
   memset(highs, 0, sizeof *highs * (size_t)((width + 31) / 32));
-  for (int64_t at = 0; at < count; at += GROUP, lows += low, codes += bits) {
-    uint32_t index[GROUP] = {0}, code[GROUP] = {0};
-    int64_t n = count - at < GROUP ? count - at : GROUP;
-    for (int64_t i = 0; i < n; i++) index[i] = words[at + i] & mask;
-    for (int64_t i = 0; i < n; i++) {
-      int64_t place = ((int64_t)index[i] >> low) + at + i;
-      if (place >= width) return BEYOND;
-      highs[place >> 5] |= (uint32_t)1 << (place & 31);
-    }
-    BEST(to_planes)(index, (int)low, lows);
-    if (!bits) continue;
-    for (int64_t i = 0; i < n; i++) code[i] = words[at + i] >> (32 - bits);
-    BEST(to_planes)(code, bits, codes);
+  if (!WIDEST(set_places)(words, mask, count, 0, low, width, highs)) return BEYOND;
+  for (int64_t at = 0; at < count; at += GROUP, words += GROUP, lows += low, codes += bits) {
+    uint32_t last[GROUP] = {0};
+    const uint32_t *group = words;
+    if (count - at < GROUP) group = memcpy(last, words, sizeof *last * (size_t)(count - at));
+    WIDEST(to_planes)(group, (int)low, 0, lows);
+    if (bits) WIDEST(to_planes)(group, bits, 32 - bits, codes);
   }
   return 0;
 }
 
-/* Puts numbers together, none beyond `universe`; a rest beyond `most` is. Returns the last one.
+typedef struct {
+  int64_t low, universe; /* bits of an index that are planes; one beyond all indices */
+  int bits;              /* of a code, above an index */
+  int64_t before;        /* the index before those that come next; -1 for none */
+  int falls;             /* whether an index was not above the one before it, and not `universe` */
+} reading;
+
+/* Puts n words together, 1 to 32: their rests, planes of the indices' last bits, planes of codes.
  *
- * fall: gets whether one is not above the one before it, and not `universe`.
+ * No index is beyond `universe`; that of a rest which is beyond it is `universe`.
  */
-FAST static int64_t join(uint32_t *rests, const uint32_t *last, int64_t n, int64_t low,
-                         uint32_t most, uint32_t universe, int64_t before, int *fall) {
-  uint32_t numbers[GROUP + 1], falls = 0;
+FAST static void join_words_plainly(reading *how, const uint32_t *lows, const uint32_t *codes,
+                                    int64_t n, uint32_t *words) {
+  const uint32_t universe = (uint32_t)how->universe, most = universe >> how->low;
+  uint32_t last[GROUP] = {0}, code[GROUP] = {0}, numbers[GROUP + 1], falls = 0;
+  BEST(from_planes)(lows, (int)how->low, 0, last);
+  if (how->bits) BEST(from_planes)(codes, how->bits, 32 - how->bits, code);
   for (int64_t i = 0; i < n; i++) {
-    uint32_t number = rests[i] <= most ? (rests[i] << low) + last[i] : universe;
-    numbers[i + 1] = rests[i] = number < universe ? number : universe;
+    uint32_t number = words[i] <= most ? (words[i] << how->low) + last[i] : universe;
+    numbers[i + 1] = number < universe ? number : universe;
+    words[i] = numbers[i + 1] + code[i];
   }
-  numbers[0] = before < 0 ? 0 : (uint32_t)before;
-  for (int64_t i = before < 0; i < n; i++)
+  numbers[0] = how->before < 0 ? 0 : (uint32_t)how->before;
+  for (int64_t i = how->before < 0; i < n; i++)
     falls |= numbers[i + 1] <= numbers[i] && numbers[i + 1] != universe;
-  *fall |= falls != 0;
-  return numbers[n];
+  how->falls |= falls != 0;
+  how->before = numbers[n];
 }
+
+#ifdef __x86_64__
+#define join_words_avx2 join_words_plainly
+
+AVX512 static void join_words_avx512(reading *how, const uint32_t *lows, const uint32_t *codes,
+                                     int64_t n, uint32_t *words) {
+  if (n < GROUP || how->before < 0) {
+    join_words_plainly(how, lows, codes, n, words);
+    return;
+  }
+  const __m512i universe = _mm512_set1_epi32((int)(uint32_t)how->universe);
+  const __m512i most = _mm512_set1_epi32((int)((uint32_t)how->universe >> how->low));
+  const __m128i low = _mm_cvtsi32_si128((int)how->low);
+  __m512i before = _mm512_set1_epi32((int)(uint32_t)how->before);
+  for (int part = 0; part < GROUP; part += 16) {
+    const __m512i rests = _mm512_loadu_si512(words + part);
+    __m512i number = _mm512_sll_epi32(rests, low), code = _mm512_setzero_si512();
+    for (int64_t plane = 0; plane < how->low; plane++) {
+      const __m512i bit = _mm512_set1_epi32((int)(1u << plane));
+      const __mmask16 set = (__mmask16)(lows[plane] >> part);
+      number = _mm512_mask_add_epi32(number, set, number, bit);
+    }
+    const __mmask16 beyond = _mm512_cmpgt_epu32_mask(rests, most);
+    number = _mm512_min_epu32(_mm512_mask_mov_epi32(number, beyond, universe), universe);
+    const __m512i ahead = _mm512_alignr_epi32(number, before, 15);
+    const __mmask16 falls = _mm512_cmple_epu32_mask(number, ahead);
+    how->falls |= _mm512_mask_cmpneq_epu32_mask(falls, number, universe) != 0;
+    before = number;
+    for (int plane = 0; plane < how->bits; plane++) {
+      const __m512i bit = _mm512_set1_epi32((int)(1u << (32 - how->bits + plane)));
+      const __mmask16 set = (__mmask16)(codes[plane] >> part);
+      code = _mm512_mask_add_epi32(code, set, code, bit);
+    }
+    _mm512_storeu_si512(words + part, _mm512_add_epi32(number, code));
+  }
+  const __m128i end = _mm512_extracti32x4_epi32(before, 3);
+  how->before = (uint32_t)_mm_extract_epi32(end, 3);
+}
+#endif
 
 /* The inverse; numbers as `decode_ascending` reads them. Returns whether indices ascend up to those
  * that are `universe`. */
 int decode_words(const uint32_t *lows, const uint32_t *highs, const uint32_t *codes, int64_t count,
                  int64_t low, int64_t width, int64_t universe, int bits, uint32_t *words) {
-  int64_t bit, at = rests_of(highs, width, count, &bit, words), before = -1;
-  const uint32_t most = (uint32_t)(universe >> low);
-  int fall = 0;
+  int64_t bit, at = rests_of(highs, width, count, &bit, words);
   for (int64_t word = bit / 32; word * 32 < width && at < count; word++) {
     uint32_t held = highs[word];
     if (width - word * 32 < 32) held &= ((uint32_t)1 << (width - word * 32)) - 1;
@@ -249,14 +380,8 @@ int decode_words(const uint32_t *lows, const uint32_t *highs, const uint32_t *co
       words[at] = (uint32_t)(word * 32 + __builtin_ctz(held) - at);
   }
   if (at < count) memset(words + at, 0, sizeof *words * (size_t)(count - at));
-  for (at = 0; at < count; at += GROUP, lows += low, codes += bits) {
-    uint32_t last[GROUP] = {0}, code[GROUP] = {0};
-    int64_t n = count - at < GROUP ? count - at : GROUP;
-    BEST(from_planes)(lows, (int)low, 0, last);
-    before = join(words + at, last, n, low, most, (uint32_t)universe, before, &fall);
-    if (!bits) continue;
-    BEST(from_planes)(codes, bits, 32 - bits, code);
-    for (int64_t i = 0; i < n; i++) words[at + i] += code[i];
-  }
-  return !fall;
+  reading how = {low, universe, bits, -1, 0};
+  for (at = 0; at < count; at += GROUP, lows += low, codes += bits)
+    WIDEST(join_words)(&how, lows, codes, count - at < GROUP ? count - at : GROUP, words + at);
+  return !how.falls;
 }

@@ -28,6 +28,7 @@ from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.tensorflow.comm.horovod import takes_part
+from hvd_gradcomp.tensorflow.interop.autograph import untranslated
 from hvd_gradcomp.tensorflow.keras import loss_scale, serialization
 from hvd_gradcomp.tensorflow.keras.local_variables import local_places, places_of
 from hvd_gradcomp.tensorflow.keras.step_exchange import StepExchange
@@ -440,6 +441,7 @@ class DistributedOptimizerMixin(_KerasOptimizer):
         if self._step_exchange is not None:
             self._step_exchange.claim_state()
 
+    @untranslated
     def apply(self, grads: Sequence[Any], trainable_variables: Any = None) -> None:
         """Exchange the gradients, then update the variables with the result."""
         variables = list(
