@@ -64,7 +64,7 @@ class LocalSteps(tf.Module):
     those of an exchange divided by `every`. The tape and the optimizer are plain ones::
 
         hvd.broadcast_variables(model.variables, 0)
-        local = hvd.LocalSteps(model.trainable_variables, **hvd.sparse_loco(every=15))
+        local = hvd.LocalSteps(model.trainable_variables, **hvd.sparse_loco())
         for x, y in batches:
             with tf.GradientTape() as tape:
                 loss = loss_of(y, model(x))
@@ -97,6 +97,10 @@ class LocalSteps(tf.Module):
     optimizer=optimizer, local=local)` needs a file for each rank. In a file of one rank for all,
     what is saved between exchanges is that rank's alone, and others' last steps are lost: call
     `exchange()` before. Nothing has to be called after a load.
+
+    Default: `every=15`, averaged and uncompressed, as trained in docs/papers.md. What reached a
+    loss soonest in docs/worth.md is `every=5` and `compression=ChunkedTopKCompressor(k=512,
+    values="int4", decay=1)`.
 
     Args:
         variables: what the inner optimizer trains, of TensorFlow or Keras, in the same order on all
