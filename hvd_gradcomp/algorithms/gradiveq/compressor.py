@@ -49,9 +49,9 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
     for each bucket, by allreduce; while sampling, the payload of `sampling`; once per cycle
     8 bytes that compare the ranks' bases, and only if these differ, with a warning, a broadcast of
     `4 * (length * (d + 1) + 1)` bytes for each basis, with its maximum `d`. State,
-    besides that of `sampling`: a basis, `4 * length * (d + 1)` bytes, and its samples, about three
-    times as much (at least a slice for each of `sample_steps`); with `feedback` 4 bytes for each
-    element. Memory and time do not depend on the number of ranks.
+    besides that of `sampling`: a basis, `4 * length * (d + 1)` bytes, and its samples, two or
+    three times as much (at least a slice for each of `sample_steps`); with `feedback` 4 bytes for
+    each element. Memory and time do not depend on the number of ranks.
 
     Default: `GradiVeQCompressor(ratio=8)`, of which docs/algorithms/gradiveq.md measures what the
     bases leave out, beside other `max_slice` and `sample_steps`. The trainings in docs/papers.md
