@@ -105,7 +105,8 @@ class LocalSteps(tf.Module):
     Args:
         variables: what the inner optimizer trains, of TensorFlow or Keras, in the same order on all
             ranks.
-        every: steps between two exchanges; 15 to 100 are usual, 500 in DiLoCo's own experiments.
+        every: steps between two exchanges; 5 did best on slow links (docs/worth.md), and DiLoCo's
+            own experiments have 500.
             Or a `QuadraticRule`, which exchanges more rarely as the rate of `optimizer=` falls; or
             a function of the steps so far, called when a round begins, which returns its steps, the
             same on all ranks. With moving averages in `optimizer=` a number.

@@ -154,7 +154,7 @@ def trained():
     results = [recorded(row) for row in rows]
     for key in raced:
         one = RACED[key]
-        if not one.peer and "{" not in one.compressor and "warmup" not in one.local:
+        if not one.peer and not re.search(r"{|warmup|rate", one.compressor + one.local):
             compressor = eval(one.compressor or "None", vars(gc))
             local = eval(f"dict({one.local})", vars(gc))
             results.append(Local(compressor, **local) if local else ExchangeMethod(compressor))

@@ -42,9 +42,9 @@ class OuterSGD:
     """Outer optimizer: SGD with momentum on pseudogradients `D`, as PyTorch computes it.
 
     `v = momentum * v + D`; then `global -= lr * (D + momentum * v)` with Nesterov's momentum, or
-    `global -= lr * v` without. `OuterSGD()` averages the ranks' parameters, which was never far
-    behind dense gradients where it was measured, and needs no tuning. A momentum can end ahead of
-    it, but only behind dense first steps: `diloco()` has both.
+    `global -= lr * v` without. `OuterSGD()` averages the ranks' parameters, which needs no tuning,
+    and on two ranks ended near dense gradients wherever it was measured. A momentum can end ahead
+    of it, but only behind dense first steps: `diloco()` has both.
 
     Args:
         lr: learning rate, positive.

@@ -74,7 +74,8 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
     Args:
         optimizer: the inner one, any `torch.optim.Optimizer`; it keeps its own state on each rank.
         named_parameters: usually `model.named_parameters()`; named by place if None.
-        every: steps between two exchanges; 15 to 100 are usual, 500 in DiLoCo's own experiments.
+        every: steps between two exchanges; 5 did best on slow links (docs/worth.md), and DiLoCo's
+            own experiments have 500.
             Or a `QuadraticRule`, which exchanges more rarely as the learning rate falls; or a
             function of the steps so far, called when a round begins, which returns its steps, the
             same on all ranks.
