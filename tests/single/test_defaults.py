@@ -126,12 +126,18 @@ def rows_of(file):
         return content
     if "networks" in content:  # of benchmarks.projection, which records no settings
         return [{"key": key} for network in content["networks"] for key in network["rows"]]
-    return content["rows"]
+    return content["trained"] if "trained" in content else content["rows"]
 
 
 def recorded(row):
-    """Return the method of a row of docs/measured; None if the row records none."""
-    settings = row.get("settings", row)
+    """Return the method of a row of docs/measured; None if the row records none, or a rule."""
+    if "recipe" in row:  # of benchmarks.worth
+        one = RACED[row["method"]]
+        if one.peer or re.search(r"{|warmup|rate", one.compressor + one.local):
+            return None
+        settings = {"compressor": one.compressor or "NoneCompressor()", "local": one.local}
+    else:
+        settings = row.get("settings", row)
     text = settings.get("compressor", settings.get("method"))
     if text is None:
         return None
@@ -148,17 +154,9 @@ def recorded(row):
 @cache
 def trained():
     """Return the methods of all trainings in docs/measured."""
-    files = [*MEASURED.glob("papers*/*.json"), MEASURED / "balanced.json"]
+    files = [*MEASURED.glob("papers*/*.json"), *MEASURED.glob("worth*.json")]
     rows = [row for file in files for row in rows_of(file.relative_to(MEASURED))]
-    raced = {row["method"] for row in json.loads((MEASURED / "worth.json").read_text())["trained"]}
-    results = [recorded(row) for row in rows]
-    for key in raced:
-        one = RACED[key]
-        if not one.peer and not re.search(r"{|warmup|rate", one.compressor + one.local):
-            compressor = eval(one.compressor or "None", vars(gc))
-            local = eval(f"dict({one.local})", vars(gc))
-            results.append(Local(compressor, **local) if local else ExchangeMethod(compressor))
-    return [method for method in results if method is not None]
+    return [method for method in map(recorded, rows) if method is not None]
 
 
 def documented(text, sign):
