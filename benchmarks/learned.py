@@ -3,7 +3,7 @@
     python -m benchmarks.learned                 # one thread
     python -m benchmarks.learned --device cuda   # needs torch only, no Horovod
 
-GradiVeQ at ratio 8, one basis a layer: encode (cut into slices, project, the local loss) and
+GradiVeQ with its defaults, a ratio of 8: encode (cut into slices, project, the local loss) and
 decode of all convolutions, in the buckets of the PyTorch frontend; `of GEMM` is their time over
 that of the matrix products alone, on slices that lie ready. PowerSGD at rank 4: one rank's step of
 all buckets, beside the four products that it takes of each matrix: both factors, what a rank's own
@@ -42,7 +42,7 @@ BUCKET_BYTES = 25 << 20  # as the PyTorch frontend
 
 def gradiveq(ops: TorchOps, layers: Any) -> dict[str, Callable[[], Any]]:
     """Encode, decode, and their matrix products, of all convolutions."""
-    compressor = GradiVeQCompressor(ratio=8)
+    compressor = GradiVeQCompressor()
     buckets = []
     for one, layout in plan(compressor, layers, BUCKET_BYTES):
         if isinstance(one, GradiVeQCompressor):

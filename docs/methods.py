@@ -6,6 +6,9 @@ A row names a method, its page, what travels, and the optimizer that it is for. 
 come from the code. State is counted in the tensors of a bucket. Bytes are those that the method
 states for the shapes of a model; where gradients decide them, they are those that
 `benchmarks.ranks` has counted on that model. `tests/single/test_docs.py` holds the page to this.
+
+A row also names the training that measured the method's default settings.
+`tests/single/test_defaults.py` holds the code, that training, the docstring and the page together.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import hvd_gradcomp as gc
-from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, OuterSGD
 from hvd_gradcomp.codecs.sparse import SparseCompressor
 from hvd_gradcomp.core.cost_model import Exchange, dense_exchange
 from hvd_gradcomp.core.layers import Layer
@@ -26,6 +28,8 @@ from hvd_gradcomp.method.compressor import Compressor, leaves
 from hvd_gradcomp.method.handover import Handover, takes_momentum
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign
+from hvd_gradcomp.planning.methods import ExchangeMethod, Local, Momentum
+from hvd_gradcomp.tuning.fewer_exchanges import EIGHTH_EVERY_5, INT8_EVERY_15
 from hvd_gradcomp.tuning.models import resnet50
 
 PAGE = Path(__file__).parent / "algorithms" / "index.md"
@@ -45,6 +49,21 @@ SPARSE = f"SGD; with Adam, [momenta]({MOMENTA})"
 TAKES_OVER = "SGD, whose momentum it takes over"
 
 
+class Measured(NamedTuple):
+    """Training with a method's default settings.
+
+    Attributes:
+        file: in `docs/measured`.
+        key: of the row there, or its `method`.
+        unlike: settings in which the row differs from the defaults; "after" for uncompressed first
+            steps. The page speaks of each.
+    """
+
+    file: str
+    key: str
+    unlike: tuple[str, ...] = ()
+
+
 class Method(NamedTuple):
     """Row of the table.
 
@@ -55,10 +74,11 @@ class Method(NamedTuple):
         optimizer: that it is for.
         counted: key in `docs/measured/ranks.json`, if gradients decide its bytes.
         exchange: names of the collectives, if neither its class nor its settings say them.
-        compressor: of what travels.
-        every: steps for each exchange.
-        outer: the outer optimizer of local steps; None for gradients and momenta.
+        in_step: local steps, or momenta; None for gradients.
         convolutions: the shapes are those of ResNet-50's convolutions, since it takes no others.
+        measured: a training with the method's default settings, for one row of each method. If no
+            row has one, docstring and page say "not measured".
+        chosen: why the row has other settings than the defaults; the page of the table says it.
     """
 
     code: str
@@ -67,39 +87,100 @@ class Method(NamedTuple):
     optimizer: str
     counted: str = ""
     exchange: str = ""
-    compressor: Compressor | None = None
-    every: int = 1
-    outer: OuterSGD | None = None
+    in_step: ExchangeMethod | None = None
     convolutions: bool = False
+    measured: Measured | None = None
+    chosen: str = ""
+
+    @property
+    def settings(self) -> ExchangeMethod:
+        """Return the method with the settings of the row."""
+        return self.in_step or ExchangeMethod(eval(self.code, vars(gc)))
 
     @property
     def instance(self) -> Compressor:
         """Return the compressor, with a momentum if it takes one over."""
-        compressor = self.compressor or eval(self.code, vars(gc))
+        compressor = self.settings.compressor
         if takes_momentum(compressor):
             assert isinstance(compressor, Handover)
             return compressor.corrected(0.9, False)
         return compressor
 
 
-EIGHTH = gc.ChunkedTopKCompressor(k=512, values="int4", decay=1)
-LOCO, DILOCO = gc.sparse_loco(every=15), gc.diloco()
+TODAY = "papers/today.json"
+IN_GRADIENTS_UNIT = "a threshold is in the unit of gradients: this one fits those of this GPT"
 METHODS = (
-    Method("NoneCompressor()", "dense.md", "all elements", ANY),
+    Method("NoneCompressor()", "dense.md", "all elements", ANY, measured=Measured(TODAY, "none")),
     Method("FP16Compressor()", "dense.md", "16 bits an element", ANY),
-    Method("BF16Compressor()", "narrow.md", "16 bits an element", ANY),
-    Method("Int8Compressor()", "narrow.md", "8 bits an element", ANY),
-    Method("FP8Compressor()", "narrow.md", "8 bits an element", ANY),
-    Method("NaturalCompressor()", "signs.md", "9 bits: a power of two, unbiased", ANY),
-    Method("QSGDCompressor(bits=4)", "qsgd.md", "4 bits an element, unbiased", ANY),
-    Method("TernGradCompressor()", "terngrad.md", "2 bits an element, unbiased", ANY),
-    Method("OneBitCompressor()", "onebit.md", "signs, two means a column", ANY),
-    Method("EFSignSGDCompressor()", "signs.md", "signs, a mean a layer", SGD),
     Method(
-        "SignumCompressor()", "signs.md", "signs of the momentum; the majority decides", PLAIN_SGD
+        "BF16Compressor()",
+        "narrow.md",
+        "16 bits an element",
+        ANY,
+        measured=Measured(TODAY, "bf16"),
     ),
-    Method("PowerSGDCompressor(rank=4)", "powersgd.md", "two thin factors of each matrix", ANY),
-    Method("ACPSGDCompressor(rank=4)", "powersgd.md", "one thin factor, in turn", ANY),
+    Method(
+        "Int8Compressor()", "narrow.md", "8 bits an element", ANY, measured=Measured(TODAY, "int8")
+    ),
+    Method(
+        "FP8Compressor()", "narrow.md", "8 bits an element", ANY, measured=Measured(TODAY, "fp8")
+    ),
+    Method(
+        "NaturalCompressor()",
+        "signs.md",
+        "9 bits: a power of two, unbiased",
+        ANY,
+        measured=Measured(TODAY, "natural"),
+    ),
+    Method(
+        "QSGDCompressor(bits=4)",
+        "qsgd.md",
+        "4 bits an element, unbiased",
+        ANY,
+        measured=Measured(TODAY, "qsgd"),
+    ),
+    Method(
+        "TernGradCompressor()",
+        "terngrad.md",
+        "2 bits an element, unbiased",
+        ANY,
+        measured=Measured(TODAY, "terngrad"),
+    ),
+    Method(
+        "OneBitCompressor()",
+        "onebit.md",
+        "signs, two means a column",
+        ANY,
+        measured=Measured(TODAY, "onebit"),
+    ),
+    Method(
+        "EFSignSGDCompressor()",
+        "signs.md",
+        "signs, a mean a layer",
+        SGD,
+        measured=Measured(TODAY, "ef-sign"),
+    ),
+    Method(
+        "SignumCompressor()",
+        "signs.md",
+        "signs of the momentum; the majority decides",
+        PLAIN_SGD,
+        measured=Measured(TODAY, "signum"),
+    ),
+    Method(
+        "PowerSGDCompressor(rank=4)",
+        "powersgd.md",
+        "two thin factors of each matrix",
+        ANY,
+        measured=Measured(TODAY, "power"),
+    ),
+    Method(
+        "ACPSGDCompressor(rank=4)",
+        "powersgd.md",
+        "one thin factor, in turn",
+        ANY,
+        measured=Measured(TODAY, "acp"),
+    ),
     Method(
         "GradiVeQCompressor(ratio=8)",
         "gradiveq.md",
@@ -107,6 +188,7 @@ METHODS = (
         ANY,
         exchange="allreduce",
         convolutions=True,
+        measured=Measured("projection.json", "default"),
     ),
     Method(
         "LGCCompressor()",
@@ -115,13 +197,15 @@ METHODS = (
         TAKES_OVER,
         counted="lgc",
         exchange="broadcast, allreduce",
+        measured=Measured("papers-long/lgc.json", "ring-2", ("full_steps", "train_steps")),
     ),
     Method(
-        'VarianceCompressor(alpha=2, capacity="latest")',
+        "VarianceCompressor(alpha=2)",
         "variance.md",
         "unambiguous elements",
         ADAM,
-        counted="variance-coded",
+        counted="variance",
+        measured=Measured("papers/variance.json", "adam/variance-2"),
     ),
     Method(
         "HybridCompressor(tau=0.00174)",
@@ -129,22 +213,46 @@ METHODS = (
         "the same, above a threshold",
         ADAM,
         counted="hybrid",
+        measured=Measured("papers/variance.json", "adam/hybrid-0.1"),
+        chosen=IN_GRADIENTS_UNIT,
     ),
-    Method("StromCompressor(tau=0.333)", "strom.md", "elements above a threshold", ADAM, "strom"),
-    Method("SparseGDCompressor()", "sparse-gd.md", "the largest 0.1 % of each layer", SPARSE),
+    Method(
+        "StromCompressor(tau=0.333)",
+        "strom.md",
+        "elements above a threshold",
+        ADAM,
+        counted="strom",
+        measured=Measured("papers/variance.json", "adam/strom-0.1"),
+        chosen=IN_GRADIENTS_UNIT,
+    ),
+    Method(
+        "SparseGDCompressor()",
+        "sparse-gd.md",
+        "the largest 0.1 % of each layer",
+        SPARSE,
+        measured=Measured("papers-long/lgc.json", "sparse-2", ("after",)),
+    ),
     Method(
         "GradientDroppingCompressor()",
         "gradient-dropping.md",
         "the largest 1 % of the model",
         SPARSE,
+        measured=Measured("papers-long/egc.json", "dropping-2"),
     ),
-    Method("DGCCompressor()", "dgc.md", "the largest 0.1 % of each layer's velocities", TAKES_OVER),
+    Method(
+        "DGCCompressor()",
+        "dgc.md",
+        "the largest 0.1 % of each layer's velocities",
+        TAKES_OVER,
+        measured=Measured("papers-long/lgc.json", "fixed"),
+    ),
     Method(
         "EGCCompressor(K=1024)",
         "egc.md",
         "the same, as many as a layer's entropy says",
         TAKES_OVER,
         counted="egc",
+        measured=Measured("papers-long/egc.json", "egc-2"),
     ),
     Method("ScaleComCompressor()", "scalecom.md", "one rank's choice of 1 %, on all ranks", SPARSE),
     Method(
@@ -152,16 +260,36 @@ METHODS = (
         "chunked-topk.md",
         "the largest 64 of each 4,096, in 2 bits",
         SPARSE,
+        measured=Measured(TODAY, "chunked"),
     ),
     Method(
         "ChunkedTopKCompressor(exchange='auto')",
         "chunked-topk.md",
         "the same, chosen again by owners",
         SPARSE,
+        chosen="owners pass on fewer elements, so they need a larger `k`",
     ),
-    Method("OkTopKCompressor()", "ok-topk.md", "the largest 1 % of a bucket, chosen again", SPARSE),
-    Method("RandomKCompressor()", "signs.md", "one random element in 128", SGD),
-    Method("DeMoCompressor()", "demo.md", "the momentum's largest components", PLAIN_SGD),
+    Method(
+        "OkTopKCompressor()",
+        "ok-topk.md",
+        "the largest 1 % of a bucket, chosen again",
+        SPARSE,
+        measured=Measured("balanced.json", "OkTopKCompressor()"),
+    ),
+    Method(
+        "RandomKCompressor()",
+        "signs.md",
+        "one random element in 128",
+        SGD,
+        measured=Measured(TODAY, "random-k"),
+    ),
+    Method(
+        "DeMoCompressor()",
+        "demo.md",
+        "the momentum's largest components",
+        PLAIN_SGD,
+        measured=Measured(TODAY, "demo"),
+    ),
     Method(
         "balanced(DGCCompressor())",
         "balanced.md",
@@ -169,55 +297,66 @@ METHODS = (
         "that of the method",
         counted="dgc, balanced",
         exchange="allgather, two-shot",
+        measured=Measured(
+            "balanced.json",
+            "balanced(VarianceCompressor(alpha=2.0), 'two_shot', 'float32', slack=1.25)",
+            ("inner", "exchange"),
+        ),
     ),
     Method(
         "robust(QSGDCompressor(bits=4))",
         "robust.md",
-        "what the method sends; a median takes the place of the mean",
+        "what the method sends; no rank counts more than the median one",
         "that of the method",
+        measured=Measured("robust.json", "robust(NoneCompressor(), 'clip')", ("inner",)),
     ),
     Method(
         "MomentumExchange(OneBitCompressor())",
         MOMENTA,
         "Adam's momentum, by any compressor",
         "Adam, AdamW",
-        compressor=gc.OneBitCompressor(),
+        in_step=Momentum(gc.OneBitCompressor()),
+        measured=Measured("papers/local.json", "momenta-onebit", ("warmup_steps",)),
+    ),
+    Method(
+        "local_steps(...)",
+        "../fewer-exchanges.md",
+        "the change of the parameters, every 15 steps",
+        ANY,
+        in_step=Local(),
+        measured=Measured("papers/local.json", "averaged-15"),
     ),
     Method(
         "local_steps(..., every=5)",
         "../fewer-exchanges.md",
-        "the change of the parameters, every 5 steps: an eighth, in 4 bits",
+        "the same every 5 steps, an eighth, in 4 bits",
         ANY,
-        compressor=EIGHTH,
-        every=5,
-        outer=AVERAGING,
+        in_step=Local(EIGHTH_EVERY_5.compressor, every=EIGHTH_EVERY_5.every),
+        chosen="at a loss [soonest](../worth.md), if a dense exchange takes longer than a step",
     ),
     Method(
         "local_steps(..., every=15)",
         "../fewer-exchanges.md",
         "the same every 15 steps, in 8 bits",
         ANY,
-        compressor=gc.Int8Compressor(),
-        every=15,
-        outer=AVERAGING,
+        in_step=Local(INT8_EVERY_15.compressor, every=INT8_EVERY_15.every),
+        chosen="8 bits, which cost [nothing](../fewer-exchanges.md#which-setting) that was seen",
     ),
     Method(
         "local_steps(..., **sparse_loco())",
         "../fewer-exchanges.md",
-        "the same, the largest 64 of each 4,096, in 2 bits",
+        "the same every 4 steps, the largest 64 of each 4,096, in 2 bits",
         ANY,
-        compressor=LOCO["compression"],
-        every=LOCO["every"],
-        outer=LOCO["outer"],
+        in_step=Local(**gc.sparse_loco()),
+        measured=Measured("papers/local.json", "sparse-4"),
     ),
     Method(
         "local_steps(..., **diloco())",
         "../fewer-exchanges.md#outer-momentum",
         "all of the change every 15 steps",
         ANY,
-        compressor=gc.NoneCompressor(),
-        every=DILOCO["every"],
-        outer=DILOCO["outer"],
+        in_step=Local(**gc.diloco()),
+        measured=Measured("papers/outer.json", "0.02-constant/nesterov-later"),
     ),
 )
 
@@ -288,7 +427,7 @@ def fewer(method: Method, ranks: int) -> float:
     stated = exchanges(method, ranks)
     if stated is not None:
         received = sum(exchange.received(ranks) for exchange in stated)
-        return method.every * dense_exchange(elements()).received(ranks) / received
+        return method.settings.every * dense_exchange(elements()).received(ranks) / received
     if method.convolutions:
         compressor = method.instance
         assert isinstance(compressor, gc.GradiVeQCompressor)
@@ -325,8 +464,8 @@ def state(method: Method) -> tuple[float, float]:
     )
     each = (large - small) / (many - few)
     besides = small - each * few
-    if method.outer is not None:  # the global parameters, and the outer momentum
-        each += 8 if method.outer.momentum else 4
+    if isinstance(method.in_step, Local):  # the global parameters, and the outer momentum
+        each += 8 if method.in_step.outer.momentum else 4
     return each, besides
 
 
@@ -380,11 +519,21 @@ def table() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def not_defaults() -> str:
+    """Return a list of the rows with other settings than the defaults, and why, in Markdown."""
+    return "\n".join(
+        f"  - `{method.code.replace('Compressor(', '(')}`: {method.chosen}."
+        for method in METHODS
+        if method.chosen
+    )
+
+
 def updated(page: str) -> str:
     """Return the text of the page with the table of today between its marks."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+    text = f"{table()}\n\n- **Settings** are the defaults, but for these:\n{not_defaults()}"
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from pathlib import Path
 from benchmarks.papers import data
 from benchmarks.rig import HostsError, JobError
 from benchmarks.worth import advised, lockstep, tables, timings, trainings
-from benchmarks.worth.methods import MAIN, METHODS
+from benchmarks.worth.methods import MAIN, METHODS, OF_IMAGES
 from benchmarks.worth.recipes import RECIPES, SHAPES
 from benchmarks.worth.results import LENGTHS, Results, Setting, usual
 
@@ -90,7 +90,8 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     setting = usual(options.recipe, options.hosts, options.grow)
-    methods = options.methods or list(METHODS if setting == usual("gpt-0.8") else MAIN)
+    every = [method for method in METHODS if method not in OF_IMAGES]
+    methods = options.methods or (every if setting == usual("gpt-0.8") else list(MAIN))
     try:
         files = (data.TEXT,) if options.recipe in SHAPES else data.FILES
         data.install(options.data, files)

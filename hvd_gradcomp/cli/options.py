@@ -67,7 +67,7 @@ def usual(scale: float = 1.0) -> dict[str, Compressor]:
         "sparse-gd": hvd_gradcomp.SparseGDCompressor(density=0.001),
         "sparse-gd-coded": hvd_gradcomp.SparseGDCompressor(density=0.001, values="int4"),
         "gradient-dropping": hvd_gradcomp.GradientDroppingCompressor(ratio=0.99),
-        "scalecom": hvd_gradcomp.ScaleComCompressor(density=0.001),
+        "scalecom": hvd_gradcomp.ScaleComCompressor(),
         "qsgd": hvd_gradcomp.QSGDCompressor(bits=4),
         "terngrad": hvd_gradcomp.TernGradCompressor(),
         "onebit": hvd_gradcomp.OneBitCompressor(),

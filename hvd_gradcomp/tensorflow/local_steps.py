@@ -64,7 +64,7 @@ class LocalSteps(tf.Module):
     those of an exchange divided by `every`. The tape and the optimizer are plain ones::
 
         hvd.broadcast_variables(model.variables, 0)
-        local = hvd.LocalSteps(model.trainable_variables, **hvd.sparse_loco(every=15))
+        local = hvd.LocalSteps(model.trainable_variables, **hvd.sparse_loco())
         for x, y in batches:
             with tf.GradientTape() as tape:
                 loss = loss_of(y, model(x))
@@ -98,10 +98,15 @@ class LocalSteps(tf.Module):
     what is saved between exchanges is that rank's alone, and others' last steps are lost: call
     `exchange()` before. Nothing has to be called after a load.
 
+    Default: `every=15`, averaged and uncompressed, as trained in docs/papers.md. What reached a
+    loss soonest in docs/worth.md is `every=5` and `compression=ChunkedTopKCompressor(k=512,
+    values="int4", decay=1)`.
+
     Args:
         variables: what the inner optimizer trains, of TensorFlow or Keras, in the same order on all
             ranks.
-        every: steps between two exchanges; 15 to 100 are usual, 500 in DiLoCo's own experiments.
+        every: steps between two exchanges; 5 did best on slow links (docs/worth.md), and DiLoCo's
+            own experiments have 500.
             Or a `QuadraticRule`, which exchanges more rarely as the rate of `optimizer=` falls; or
             a function of the steps so far, called when a round begins, which returns its steps, the
             same on all ranks. With moving averages in `optimizer=` a number.

@@ -348,6 +348,9 @@ def balanced(
     more than dense gradients are, 4 bytes for each element, by allreduce. State: that of the method
     and 4 bytes for each element.
 
+    Default: `balanced(SparseGDCompressor())`, say: values of 32 bits and a slack of 1.25, as
+    trained in docs/algorithms/balanced.md, where `exchange="two_shot"` asked for owners.
+
     Args:
         compressor: a method that tests elements, or sends the largest: Variance, Hybrid, Strom,
             Sparse GD, Gradient Dropping, DGC, EGC.

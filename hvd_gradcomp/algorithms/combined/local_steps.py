@@ -42,9 +42,9 @@ class OuterSGD:
     """Outer optimizer: SGD with momentum on pseudogradients `D`, as PyTorch computes it.
 
     `v = momentum * v + D`; then `global -= lr * (D + momentum * v)` with Nesterov's momentum, or
-    `global -= lr * v` without. `OuterSGD()` averages the ranks' parameters, which was never far
-    behind dense gradients where it was measured, and needs no tuning. A momentum can end ahead of
-    it, but only behind dense first steps: `diloco()` has both.
+    `global -= lr * v` without. `OuterSGD()` averages the ranks' parameters, which needs no tuning,
+    and on two ranks ended near dense gradients wherever it was measured. A momentum can end ahead
+    of it, but only behind dense first steps: `diloco()` has both.
 
     Args:
         lr: learning rate, positive.
@@ -273,6 +273,8 @@ def diloco(every: Every = 15, warmup_steps: int = 200) -> dict[str, Any]:
     good, where averaging is safe from the first step on (docs/fewer-exchanges.md has the
     trainings).
 
+    Default: `diloco()`, as trained in docs/papers.md, in 600 steps.
+
     Args:
         every: as in `LocalSteps`.
         warmup_steps: dense first steps, a sixth to a third of a short training; 0 for a model that
@@ -286,11 +288,14 @@ def diloco(every: Every = 15, warmup_steps: int = 200) -> dict[str, Any]:
     return {"every": every, "outer": DILOCO, "compression": None, "warmup_steps": warmup_steps}
 
 
-def sparse_loco(every: Every = 15, chunk: int = 4096, k: int = 64) -> dict[str, Any]:
+def sparse_loco(every: Every = 4, chunk: int = 4096, k: int = 64) -> dict[str, Any]:
     """Return the arguments of `LocalSteps` for SparseLoCo (Sarfi et al. 2025).
 
     Chunked top-k with 2-bit values and a residual that decays by 0.95; the outer optimizer is SGD
     of learning rate 1 without momentum, since the residual acts as one.
+
+    Default: `sparse_loco()` exchanges every 4 steps, as trained in docs/papers.md. Every 15 it sent
+    4 times fewer bytes and was 4 times as far behind.
 
     >>> sparse_loco()["outer"]
     OuterSGD(lr=1.0, momentum=0.0, nesterov=False)

@@ -251,6 +251,8 @@ def robust(compressor: Compressor | None, rule: str = "clip", trim: int = 1) -> 
     each element from every rank to every rank. Each rank decodes every payload by itself: time and
     memory of a bucket grow with the ranks.
 
+    Default: `robust(NoneCompressor(), "clip")`, as trained in docs/algorithms/robust.md.
+
     Args:
         compressor: whose payloads have a fixed size and are gathered in one round; None is no
             compression.

@@ -27,6 +27,9 @@ class ACPSGDCompressor(FactorCompressor):
     What travels: half of what PowerSGD sends, by one allreduce. State: r, 4 bytes for each element,
     and the factors.
 
+    Default: `ACPSGDCompressor(rank=4)`, as trained in docs/papers.md, where it lost more than
+    PowerSGD.
+
     Args:
         rank, min_ratio, seed, max_norm: as for `PowerSGDCompressor`.
 

@@ -25,6 +25,9 @@ class PowerSGDCompressor(FactorCompressor):
     would not shrink by `min_ratio`, biases first of all, 4 bytes for each element. State: r, 4
     bytes for each element, and the factors.
 
+    Default: `PowerSGDCompressor(rank=4)` from the first step, as trained in docs/papers.md. Ten
+    uncompressed steps before, by `after`, changed no more than another seed does.
+
     Args:
         rank: columns of the factors, at least 1; smaller sends less.
         min_ratio: a layer is sent as it is unless its factors are so many times smaller; at least

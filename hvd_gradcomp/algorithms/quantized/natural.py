@@ -23,6 +23,8 @@ class NaturalCompressor(QuantizedCompressor):
     What travels: 9 bits for each element, by allgather; by alltoall and allgather (two-shot) if
     that moves fewer bytes. State: none.
 
+    Default: `NaturalCompressor()`, as trained in docs/papers.md, where it lost nothing.
+
     Args:
         exchange: "allgather", "two_shot", or "auto": the one that moves fewer bytes; for a few
             elements that is an uncompressed allreduce.

@@ -26,6 +26,8 @@ class OneBitCompressor(FeedbackCompressor):
     and allgather (two-shot) if that moves fewer bytes. State: `r`, 4 bytes for each element, in
     bucket order.
 
+    Default: `OneBitCompressor()`, as trained in docs/papers.md.
+
     Args:
         exchange: "allgather", "two_shot", or "auto": the one that moves fewer bytes; for a few
             elements that is an uncompressed allreduce. The two-shot exchange quantizes the sum of

@@ -22,6 +22,9 @@ class QSGDCompressor(LevelsCompressor):
     What travels: `bits` for each element and one float32 for each bucket, by allgather; by alltoall
     and allgather (two-shot) if that moves fewer bytes. State: none.
 
+    Default: `QSGDCompressor(bits=4)`, in buckets of 512 with the largest magnitude as norm, as
+    trained in docs/papers.md and docs/worth.md. Other `bits` were not trained.
+
     Args:
         bits: of a code, including its sign: 2, 3, 4 or 8; fewer send less. 4 means seven levels
             and a sign.

@@ -22,6 +22,9 @@ class EFSignSGDCompressor(FeedbackCompressor):
     What travels: 1 bit for each element and one float32 for each layer, by allgather; by alltoall
     and allgather (two-shot) if that moves fewer bytes. State: `r`, 4 bytes for each element.
 
+    Default: `EFSignSGDCompressor()`, as trained in docs/papers.md: 0.9 nats behind no compression
+    on a transformer.
+
     Args:
         exchange: "allgather", "two_shot", or "auto": the one that moves fewer bytes; for a few
             elements that is an uncompressed allreduce.

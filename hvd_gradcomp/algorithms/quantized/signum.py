@@ -35,6 +35,9 @@ class SignumCompressor(Compressor):
     What travels: 1 bit for each element, by allgather. If a rank would receive more bytes than with
     dense gradients, the signs as half precision, by allreduce. State: m, 4 bytes for each element.
 
+    Default: `SignumCompressor()`, as trained in docs/papers.md with SGD without momentum at a rate
+    of 0.001.
+
     Args:
         momentum: in [0, 1); 0 is signSGD with majority vote.
 

@@ -22,6 +22,8 @@ class TernGradCompressor(LevelsCompressor):
     What travels: 2 bits for each element and one float32 for each layer, by allgather; by alltoall
     and allgather (two-shot) if that moves fewer bytes. State: none.
 
+    Default: `TernGradCompressor(clip=2.5)`, the paper's, as trained in docs/papers.md.
+
     Args:
         clip: in root mean squares, positive; smaller clips more. The paper uses 2.5.
         exchange: "allgather", "two_shot", or "auto": the one that moves fewer bytes; for a few

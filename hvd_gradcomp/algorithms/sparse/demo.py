@@ -63,6 +63,9 @@ class DeMoCompressor(Clipping, Handover):
     What travels: for each tile of 4,096, k places of 8 to 9 bits and k values, by allgather. State:
     m, 4 bytes for each element.
 
+    Default: `DeMoCompressor(k=32)`, as trained in docs/papers.md with SGD without momentum at a
+    rate of 0.001. DisTrO's setting was not trained.
+
     Args:
         chunk: side of a tile, at least 2.
         k: components of a tile to send, at least 1; smaller sends less.

@@ -43,6 +43,9 @@ class EGCCompressor(MomentumCorrected):
     dense gradients, 4 bytes for each element of the bucket, by allreduce. State: `r` and `u`,
     8 bytes for each element.
 
+    Default: `EGCCompressor(K=1024)`, the paper's, as trained in docs/papers.md and
+    docs/papers-long.md. `K=2048` lost more, smaller ones were at most a point more accurate.
+
     Args:
         K: the density is `H / K`; positive; larger sends less. The paper recommends 1024.
         bins: of the histogram, 2 to 256; more send more (`H` grows to at most `log2(bins)`). Each

@@ -22,6 +22,9 @@ class GradientDroppingCompressor(ResidualTopK):
     State: `r`, 4 bytes for each element.
     The model is one bucket, so the exchange does not overlap with backward.
 
+    Default: `GradientDroppingCompressor(ratio=0.99)`, the paper's, as trained in docs/papers.md and
+    docs/papers-long.md.
+
     Args:
         ratio: share of elements to drop, in (0, 1); larger sends less. The paper uses 0.99.
         index_coding: "elias_fano", packed, or "int32", plain.

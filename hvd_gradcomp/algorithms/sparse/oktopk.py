@@ -56,6 +56,9 @@ class OkTopKCompressor(Clipping, Handover):
     elements of all others. If a rank would receive more bytes than with dense gradients, all
     elements are sent, 4 bytes each, by allreduce. State: `r`, 4 bytes for each element.
 
+    Default: `OkTopKCompressor(density=0.01)`, as trained on digits among 8 ranks
+    (docs/algorithms/balanced.md).
+
     Args:
         density: share of elements to send, in (0, 1]; smaller sends less.
         values: code of the sent values: "float32", "bfloat16", "int8", "int4", "int2" or "sign";

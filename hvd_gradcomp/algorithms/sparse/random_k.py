@@ -30,6 +30,9 @@ class RandomKCompressor(Clipping, Handover):
     What travels: 4 bytes for each stretch, by allreduce. State: `r`, 4 bytes for each element; none
     without feedback.
 
+    Default: `RandomKCompressor(density=1 / 128)`, with feedback, as trained in docs/papers.md: 0.9
+    nats behind no compression on a transformer.
+
     Args:
         density: 1 over a power of two from 2 to 65,536; smaller sends less.
         feedback: whether the elements that were not drawn are kept for the next step. Otherwise

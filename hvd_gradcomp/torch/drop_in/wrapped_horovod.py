@@ -51,7 +51,7 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
     are those of an exchange divided by `every`. ::
 
         optimizer = hvd.LocalSteps(torch.optim.AdamW(model.parameters()), model.named_parameters(),
-                                   **hvd.sparse_loco(every=15))
+                                   **hvd.sparse_loco())
 
     Parameters, and the inner optimizer's state, differ between ranks from one exchange to the next.
     Evaluate and save the model after an exchange: the schedule's, or `optimizer.exchange()`, which
@@ -67,10 +67,15 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
     `optimizer.outer`. Per-sample and micro-batch moments are those of gradients, and refused:
     Variance and Hybrid take `moments="step"`.
 
+    Default: `every=15`, averaged and uncompressed, as trained in docs/papers.md. What reached a
+    loss soonest in docs/worth.md is `every=5` and `compression=ChunkedTopKCompressor(k=512,
+    values="int4", decay=1)`.
+
     Args:
         optimizer: the inner one, any `torch.optim.Optimizer`; it keeps its own state on each rank.
         named_parameters: usually `model.named_parameters()`; named by place if None.
-        every: steps between two exchanges; 15 to 100 are usual, 500 in DiLoCo's own experiments.
+        every: steps between two exchanges; 5 did best on slow links (docs/worth.md), and DiLoCo's
+            own experiments have 500.
             Or a `QuadraticRule`, which exchanges more rarely as the learning rate falls; or a
             function of the steps so far, called when a round begins, which returns its steps, the
             same on all ranks.
@@ -171,6 +176,9 @@ def MomentumExchange(  # noqa: N802 - beside DistributedOptimizer
     The exchange happens in `step`, so it does not overlap with backward. Gradients are this rank's
     own until then: clip by value or by each rank's own norm. An element whose gradient was 0 on all
     ranks in all of the first steps has no second moment, and stays as it is.
+
+    Default: `warmup_steps=100`, which was not measured: docs/papers.md has trainings with 240 dense
+    steps of 1,200, a fifth.
 
     Args:
         optimizer: `torch.optim.Adam` or `AdamW`, without amsgrad.
