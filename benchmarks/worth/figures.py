@@ -15,7 +15,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 SHOWN = ("eighth-5", "local-int8", "local-int8-5", "post-local", "qsgd", "nesterov-int8")
-MARKS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5)  # nats
+MARKS = (0.0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)  # nats
+FEWER = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # times
 
 
 def draw_sooner(results: Results, setting: Setting, title: str, path: Path) -> None:
@@ -47,44 +48,71 @@ def draw_sooner(results: Results, setting: Setting, title: str, path: Path) -> N
         pyplot.close(figure)
 
 
+def family(method: str) -> str:
+    """Return what a method is in the figure's legend."""
+    how = METHODS[method]
+    if how.peer:
+        return "PyTorch's own"
+    if how.passes > 1:
+        return "accumulated gradients"
+    return "local steps" if how.local else "compressed gradients"
+
+
 def draw_bytes(results: Results, settings: dict[str, Setting], path: Path) -> None:
-    """Draw how far each method ends behind dense, against how many times fewer bytes it sends."""
+    """Draw how far each method ends behind dense, against how many times fewer bytes it sends.
+
+    A panel for each setting, one above the other; points have their methods' titles beside them.
+    """
+    chosen = {
+        title: [method for method in results.methods(setting) if method != DENSE]
+        for title, setting in settings.items()
+    }
+    families = sorted({family(method) for methods in chosen.values() for method in methods})
+    looks = dict(zip(families, style.lines(len(families))))
+    heights = [1.6 + 0.2 * len(methods) for methods in chosen.values()]
     with pyplot.rc_context(style.SETTINGS):
         figure, axes = pyplot.subplots(
-            1,
             len(settings),
-            figsize=(3.6 + 3.2 * len(settings), 4.4),
+            1,
+            figsize=(7.2, sum(heights)),
+            height_ratios=heights,
             layout="constrained",
-            sharey=True,
+            sharex=True,
+            squeeze=False,
         )
-        methods = {
-            method for setting in settings.values() for method in results.methods(setting)
-        } - {DENSE}
-        looks = dict(zip([w for w in METHODS if w in methods], style.lines(len(methods))))
         handles = {}
-        for axis, (title, setting) in zip([axes] if len(settings) == 1 else axes, settings.items()):
-            goal = results.goal(setting)
-            for method in results.methods(setting):
-                at_best = results.at_best(setting, method)
-                if method == DENSE or goal is None or not at_best:
-                    continue
-                look = {k: v for k, v in looks[method].items() if k != "linestyle"}
-                behind = statistics.median(at_best) - goal
-                fewer = results.fewer_bytes(setting, method)
-                (handles[method],) = axis.plot([fewer], [behind], linestyle="", **look)
-            axis.axhline(0.0, color=style.INK, linewidth=1.5)
-            axis.axhline(0.02, color=style.INK, linewidth=1, linestyle=":")
+        for axis, (title, setting) in zip(axes[:, 0], settings.items()):
             axis.set_xscale("log")
             axis.set_yscale("symlog", linthresh=0.05)
-            axis.set_yticks(MARKS, [f"{mark:g}" for mark in MARKS])
-            axis.set_xlabel("times fewer bytes")
+            axis.margins(y=0.1)
+            goal = results.goal(setting)
+            for method in chosen[title]:
+                at_best = results.at_best(setting, method)
+                if goal is None or not at_best:
+                    continue
+                kind = family(method)
+                look = looks[kind] | {"linestyle": "", "markersize": 5}
+                point = results.fewer_bytes(setting, method), statistics.median(at_best) - goal
+                (handles[kind],) = axis.plot(*zip(point), label=METHODS[method].title, **look)
+            axis.axhline(0.0, color=style.INK, linewidth=1.5)
+            axis.axhline(0.02, color=style.INK, linewidth=1, linestyle=":")
+            marks = [mark for mark in MARKS if mark <= axis.get_ylim()[1]]
+            axis.set_yticks(marks, [f"{mark:g}" for mark in marks])
+            low, high = axis.get_xlim()
+            ticks = [times for times in FEWER if low <= times <= high]
+            axis.set_xticks(ticks, [f"{times:g}" for times in ticks])
+            axis.minorticks_off()
             axis.set_title(title, fontsize=9)
-            axis.set_ylabel("nats behind dense, each at its best rate")
-            axis.label_outer()
-        labels = {method: METHODS[method].title for method in looks if method in handles}
+            axis.set_ylabel("nats behind dense")
+        axes[-1, 0].set_xlabel("times fewer bytes")
         figure.legend(
-            [handles[method] for method in labels], [*labels.values()],
-            loc="outside right upper", fontsize=7,
-        )  # fmt: skip
+            [*handles.values()],
+            [*handles],
+            loc="outside upper left",
+            ncols=len(handles),
+            fontsize=8,
+        )
+        for axis in axes[:, 0]:
+            style.label_ends(axis)
         figure.savefig(path)
         pyplot.close(figure)

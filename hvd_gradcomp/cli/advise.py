@@ -149,7 +149,7 @@ def command(
 
     It also says whether local steps reach a loss sooner, and which do soonest: their time is
     predicted from the exchanges above, and how many more steps they need is what a small
-    transformer needed on two and four hosts ("Is it worth it?" on the site).
+    transformer needed on two, four and eight hosts ("Is it worth it?" on the site).
     """
     options.check_png(png_path)
     if bandwidth is None and not launching.launcher():

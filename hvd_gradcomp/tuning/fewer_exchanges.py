@@ -17,7 +17,7 @@ from hvd_gradcomp.algorithms.sparse.chunked_topk import ChunkedTopKCompressor
 from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.tuning.recommend import WORTH, Span
 
-HOSTS, PARAMETERS = (2, 4), (0.8e6, 0.9e6)  # of the trainings that the law was measured on
+HOSTS, PARAMETERS = (2, 8), (0.8e6, 0.9e6)  # of the trainings that the law was measured on
 
 
 class Setting(NamedTuple):
@@ -52,13 +52,21 @@ class Setting(NamedTuple):
         return Span(*(a + share * (b - a) for a, b in zip(low, high)))
 
 
-QSGD = Setting(QSGDCompressor(bits=4), 1, {2: Span(1.0, 1.0, 1.0), 4: Span(1.0, 1.0, 1.0)})
-INT8_EVERY_5 = Setting(Int8Compressor(), 5, {2: Span(1.01, 1.05, 1.09), 4: Span(1.19, 1.22, 1.26)})
+QSGD = Setting(
+    QSGDCompressor(bits=4),
+    1,
+    {2: Span(1.0, 1.0, 1.0), 4: Span(1.0, 1.0, 1.0), 8: Span(1.0, 1.02, 1.04)},
+)
+INT8_EVERY_5 = Setting(
+    Int8Compressor(),
+    5,
+    {2: Span(1.01, 1.05, 1.09), 4: Span(1.19, 1.22, 1.26), 8: Span(1.49, 1.54, 1.6)},
+)
 INT8_EVERY_15 = Setting(Int8Compressor(), 15, {2: Span(1.16, 1.2, 1.23), 4: Span(1.65, 1.7, 1.76)})
 EIGHTH_EVERY_5 = Setting(
     ChunkedTopKCompressor(k=512, values="int4", decay=1),
     5,
-    {2: Span(1.04, 1.07, 1.11), 4: Span(1.22, 1.25, 1.28)},
+    {2: Span(1.04, 1.07, 1.11), 4: Span(1.22, 1.25, 1.28), 8: Span(1.51, 1.56, 1.62)},
 )
 LAW = (QSGD, INT8_EVERY_5, INT8_EVERY_15, EIGHTH_EVERY_5)
 
