@@ -149,9 +149,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     if options.device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     return run(options, begun)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())
