@@ -163,7 +163,7 @@ bench: $(if $(filter cuda,$(DEVICE)),,$(horovod)) ## method x framework x densit
 	@$(run) -m benchmarks.learned --device $(DEVICE)
 
 # SETUP=0 with the PyTorch and the Horovod that were built for the GPU; none is downloaded or built.
-gpu: ## what only a GPU can show: the same bits, no host reads, exchanges over NCCL, launches, memory
+gpu: ## what only a GPU can show, in eight minutes: the same bits, FSDP2, NCCL, local steps, launches; ARGS="--minutes 4"
 	@[ "$(SETUP)" = 0 ] || { echo "gpu: uses what is installed: make gpu SETUP=0 PYTHON=..." >&2; exit 2; }
 	@if $(run) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 		$(run) -m benchmarks.gpu $(ARGS); \
@@ -185,10 +185,10 @@ hosts: hosts-possible $(horovod) ## 2 and 4 hosts over ssh, links of 1 Gb/s and 
 worth: $(horovod) ## trainings by recipes that people use, and the time to a loss over slow links; hours
 	@$(run) -m benchmarks.worth $(ARGS)
 
-worth-gpu: ## the same for a GPT of 124 million parameters, four replicas on one GPU, in ten minutes
+worth-gpu: ## the same for a GPT of 124 million parameters, four replicas on one GPU, in nine minutes
 	@[ "$(SETUP)" = 0 ] || { echo "worth-gpu: uses what is installed: make worth-gpu SETUP=0 PYTHON=..." >&2; exit 2; }
 	@$(run) -m benchmarks.worth --lockstep --recipe gpt-124 --hosts 4 --minutes 9 --parts tune \
-		--methods dense qsgd local nesterov-first eighth-5 --json docs/measured/worth.json $(ARGS)
+		--methods dense eighth-5 local-int8 qsgd nesterov-int8 --json docs/measured/worth.json $(ARGS)
 
 hosts-possible:
 ifneq ($(SETUP),0)

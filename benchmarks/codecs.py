@@ -102,10 +102,11 @@ class Step:
         ranks: int = 2,
         bucket_bytes: int = BUCKET_BYTES,
         undoes: bool = False,
+        model: list[tuple[str, tuple[int, ...]]] | None = None,
     ) -> None:
         self.compressor, self.device, self.ranks, self.undoes = compressor, device, ranks, undoes
         self.ops = TorchOps(device)
-        layers = [(name, shape, "float32") for name, shape in reversed(resnet50())]
+        layers = [(name, shape, "float32") for name, shape in reversed(model or resnet50())]
         if compressor.whole_model:
             bucket_bytes = 1 << 40
         self.layouts = plan_buckets(layers, bucket_bytes, compressor.block)
@@ -243,12 +244,14 @@ def take(step: Step, threads: int = 1) -> Turn:
     return Turn(marks[1] - marks[0], marks[2] - marks[1], encode, decode)
 
 
-def measure(begin: Callable[[], Step], steps: int, threads: int = 1) -> tuple[Step, dict[str, Any]]:
+def measure(
+    begin: Callable[[], Step], steps: int, threads: int = 1, beginnings: int = BEGINNINGS
+) -> tuple[Step, dict[str, Any]]:
     """A row, and the step that it ends at; `threads` take turns with one if there are more."""
-    beginnings = []
-    for _ in range(BEGINNINGS):
+    begun = []
+    for _ in range(beginnings):
         step = begin()
-        beginnings.append([take(step).work for _ in range(FIRST)])
+        begun.append([take(step).work for _ in range(FIRST)])
     for _ in range(FIRST, points.SETTLE):
         take(step)
     sent, volume, collectives = step.sent, step.bytes, step.collectives
@@ -269,7 +272,7 @@ def measure(begin: Callable[[], Step], steps: int, threads: int = 1) -> tuple[St
         "decode": decode / copy,
         "copies": statistics.median(works),
         "spread": [min(works), max(works)],
-        "worst": max(map(statistics.median, zip(*beginnings))) / copy,
+        "worst": max(map(statistics.median, zip(*begun))) / copy,
         "speedup": encode / statistics.median(t.encode for t in faster) if faster else None,
         "copy_speedup": copy / statistics.median(t.copy for t in faster) if faster else None,
         "bytes": (step.bytes - volume) // made,
@@ -281,14 +284,14 @@ def measure(begin: Callable[[], Step], steps: int, threads: int = 1) -> tuple[St
 
 def costs(step: Step) -> dict[str, Any]:
     """Calls (on a GPU launches) of a step; the most extra memory of a bucket in its own sizes."""
-    calls, extra = 0, 0.0
+    extra = 0.0
     step.requests, step.programs = [], []
     count = _launches if step.device == "cuda" else _operators
-    for bucket in range(len(step.layouts)):
-        encoding, _ = count(lambda bucket=bucket: step.encode(bucket))
-        reply = step.reply(bucket)
-        decoding, _ = count(lambda bucket=bucket, reply=reply: step.decode(bucket, reply))
-        calls += encoding + decoding
+    buckets = range(len(step.layouts))
+    encoding, _ = count(lambda: [step.encode(bucket) for bucket in buckets])
+    replies = [step.reply(bucket) for bucket in buckets]
+    decoding, _ = count(lambda: [*map(step.decode, buckets, replies)])
+    calls = encoding + decoding
     step.step += 1
     step.requests, step.programs = [], []
     for bucket, layout in enumerate(step.layouts):

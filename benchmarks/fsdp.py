@@ -62,10 +62,10 @@ Row = dict[str, Any]
 class Transformer(nn.Module):
     """Transformer over noise; 3.2 million parameters in four layers."""
 
-    def __init__(self, layers: int = LAYERS) -> None:
+    def __init__(self, layers: int = LAYERS, width: int = WIDTH) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.0, batch_first=True)
+            nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, batch_first=True)
             for _ in range(layers)
         )
 
@@ -79,14 +79,17 @@ class Training:
     """A model that is trained in one way.
 
     Args:
-        method: of `WAYS`.
-        mesh: replicas and shards.
+        method: `STOCK`, or an expression of hvd_gradcomp's names, such as those of `WAYS`.
+        mesh: replicas and shards, on whose device the model is.
+        width, layers: of the model.
     """
 
-    def __init__(self, method: str, mesh: Any) -> None:
+    def __init__(self, method: str, mesh: Any, width: int = WIDTH, layers: int = LAYERS) -> None:
         torch.manual_seed(1)
-        self.model: Any = Transformer()
-        self._generator = torch.Generator().manual_seed(dist.get_rank())
+        device = mesh.device_type
+        self.model: Any = Transformer(layers, width).to(device)
+        self._generator = torch.Generator(device).manual_seed(dist.get_rank())
+        self._shape = BATCH, LENGTH, width
         inside = mesh if method == STOCK else mesh["inside"]
         for layer in self.model.layers:
             fully_shard(layer, mesh=inside)
@@ -118,7 +121,8 @@ class Training:
 
     def step(self) -> float:
         """Make a step; return its milliseconds."""
-        x = torch.randn(BATCH, LENGTH, WIDTH, generator=self._generator)
+        generator = self._generator
+        x = torch.randn(self._shape, generator=generator, device=generator.device)
         dist.barrier()
         begin = time.perf_counter()
         self._optimizer.zero_grad()

@@ -27,6 +27,8 @@ import argparse
 import math
 import signal
 import sys
+import time
+from functools import partial
 from pathlib import Path
 
 from benchmarks.papers import data
@@ -73,6 +75,7 @@ def main() -> int:
     parser.add_argument(
         "--lengths", nargs="+", type=float, choices=LENGTHS[1:], help="all by default, in turn"
     )
+    parser.add_argument("--steps", type=int, help="of each training that is tuned; for a trial")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS)
     parser.add_argument("--turns", type=int, default=timings.TURNS, help="whose median counts")
     parts = ("tune", "seeds", "lengths", "time", "advise")
@@ -81,15 +84,18 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("results/worth.json"))
     parser.add_argument("--lockstep", action="store_true", help="in one process, on a GPU if any")
     parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="no training begins that ends later"
+        "--minutes", type=float, default=math.inf, help="no training goes on that ends later"
     )
     parser.add_argument("--show", type=Path, metavar="JSON", help="runs nothing")
     options = parser.parse_args()
+    deadline = time.monotonic() + 60 * options.minutes
     if options.show:
         show(Results(options.show), options.show.parent)
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     setting = usual(options.recipe, options.hosts, options.grow)
+    recipe = RECIPES[options.recipe]
+    length = options.steps / recipe.steps if options.steps else 1.0
     every = [method for method in METHODS if method not in OF_IMAGES]
     methods = options.methods or (every if setting == usual("gpt-0.8") else list(MAIN))
     try:
@@ -104,11 +110,11 @@ def main() -> int:
             elif part == "advise":
                 advised.measure(results, setting, options.ratios, options.data)
             else:
-                how = lockstep.trained if options.lockstep else trainings.trained
-                chosen = trainings.Chosen(options.rates, options.lengths)
-                trainings.train(
-                    results, setting, part, methods, chosen, options.data, how, options.minutes
-                )
+                how, latest = trainings.trained, deadline
+                if options.lockstep:  # which looks at the clock in each training
+                    how, latest = partial(lockstep.trained, deadline=deadline), math.inf
+                chosen = trainings.Chosen(options.rates, options.lengths, length)
+                trainings.train(results, setting, part, methods, chosen, options.data, how, latest)
     except (HostsError, data.DataError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -117,7 +123,10 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    print(tables.losses(results, setting))
+    if options.lockstep:
+        print(tables.lockstep(results, setting, length))
+    else:
+        print(tables.losses(results, setting))
     return 0
 
 

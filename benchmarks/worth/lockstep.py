@@ -6,6 +6,7 @@ Payloads are those of `hvd_gradcomp.testing.World`: encoded and decoded, but no 
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,8 @@ from hvd_gradcomp import Compressor, NoneCompressor, OuterSGD
 from hvd_gradcomp.core.layout import Layout
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.testing import World
+
+LOOK = 10  # steps between looks at the clock
 
 
 class Replica:
@@ -63,6 +66,7 @@ class Training:
         steps = round(run.length * recipe.steps)
         names = {**vars(hvd_gradcomp), "warmup": recipe.warmup_steps}
         local: dict[str, Any] = eval(f"dict({method.local})", names)
+        self._ops = TorchOps(device)
         self._every, self._first = local.get("every", 1), local.get("warmup_steps", 0)
         self._outer = local.get("outer", OuterSGD(1, 0)) if method.local else None
         compressor = eval(method.compressor, names) if method.compressor else NoneCompressor()
@@ -81,7 +85,7 @@ class Training:
         shapes = tuple(tuple(p.shape) for p in self.replicas[0].parameters)
         names = tuple(map(str, range(len(shapes))))
         layout = Layout(names, shapes, block=compressor.block)
-        return World(compressor, TorchOps(), layout, len(self.replicas))
+        return World(compressor, self._ops, layout, len(self.replicas))
 
     def step(self) -> None:
         """Make a step of all replicas."""
@@ -120,12 +124,18 @@ class Training:
         begin = time.perf_counter()
         totals: list[torch.Tensor] = world.step(tensors)
         _settle(tensors[0])
+        self._ops.raise_found()
         rounds = (of_round(requests, world.size).sent for requests in world.traffic)
         self._bytes += sum(rounds)
         if world is self._compressed:
             self._seconds += time.perf_counter() - begin
             self._exchanges += 1
         return totals
+
+    def clock(self) -> float:
+        """Return `time.monotonic()` once all steps have ended, on a GPU too."""
+        _settle(self._begun)
+        return time.monotonic()
 
     @torch.no_grad()
     def row(self, data: Task) -> dict[str, Any]:
@@ -155,12 +165,18 @@ def _settle(tensor: torch.Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def trained(runs: list[Run], folder: Path | None) -> Iterator[tuple[Run, dict[str, Any]]]:
+def trained(
+    runs: list[Run], folder: Path | None, deadline: float = math.inf
+) -> Iterator[tuple[Run, dict[str, Any]]]:
     """Train in this process; yield the rows as they come.
+
+    After some steps it shows how long a training takes. One that would end too late ends there,
+    without a row, and the next ones are tried.
 
     Args:
         runs: of one recipe and as many hosts.
         folder: in the place of Debian's packages.
+        deadline: of `time.monotonic()`.
 
     Raises:
         SystemExit: a method is more than one compressor and local steps by a number.
@@ -178,9 +194,32 @@ def trained(runs: list[Run], folder: Path | None) -> Iterator[tuple[Run, dict[st
     tasks = [task(recipe, each, rank, hosts, folder) for rank in range(hosts)]
     whole = task(recipe, each, 0, 1, folder)
     for run in runs:
+        if time.monotonic() > deadline:
+            return
         training = Training(run, tasks, device)
-        begin = time.monotonic()
-        for _ in range(round(run.length * RECIPES[recipe].steps)):
-            training.step()
-        seconds = time.monotonic() - begin
-        yield run, {**training.row(whole), "seconds": seconds, "device": name}
+        seconds = _train(training, run, deadline)
+        if seconds is not None:
+            yield run, {**training.row(whole), "seconds": seconds, "device": name}
+        del training  # so that there is memory for the next one
+
+
+def _train(training: Training, run: Run, deadline: float) -> float | None:
+    """Make all steps; return the seconds that they took, or None if they would end too late."""
+    steps, begin = round(run.length * RECIPES[run.recipe].steps), training.clock()
+    settled = begin
+    for made in range(1, steps + 1):
+        training.step()
+        if made % LOOK:
+            continue
+        now = training.clock()
+        if made == LOOK:
+            settled = now  # what was compiled is compiled
+            continue
+        pace = (now - settled) / (made - LOOK)
+        left = pace * (steps - made)
+        if made == 2 * LOOK:
+            print(f"  {run.method}: {1e3 * pace:.0f} ms a step, {left:.0f} s to go", flush=True)
+        if now + left > deadline:
+            print(f"  {run.method}: stopped at step {made}, it would end too late", flush=True)
+            return None
+    return training.clock() - begin

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.worth.methods import METHODS
+from benchmarks.worth.methods import DENSE, METHODS
 from benchmarks.worth.recipes import RECIPES
 from benchmarks.worth.results import LENGTHS, Results, Setting, spread
 
@@ -35,6 +35,23 @@ def losses(results: Results, setting: Setting) -> str:
     return _rows(
         ["method", *(f"{r:.3g}" for r in rates), "at its best", "behind", "times fewer bytes"], rows
     )
+
+
+def lockstep(results: Results, setting: Setting, length: float = 1.0) -> str:
+    """Return a table of replicas in one process: losses, bytes, and the time of computing."""
+    steps = round(length * RECIPES[setting.recipe].steps)
+    trained = {run: results.trained[run] for run in results.losses(setting, length=length, seed=1)}
+    trained = {run: row for run, row in trained.items() if "lockstep" in row}
+    goals = [row["loss"] for run, row in trained.items() if run.method == DENSE]
+    lines = []
+    for run, row in sorted(trained.items(), key=lambda item: [*METHODS].index(item[0].method)):
+        behind = f"{row['loss'] - min(goals):+.3f}" if goals else ""
+        fewer = f"{4 * row['parameters'] / row['bytes_a_step']:,.1f}" if row["bytes_a_step"] else ""
+        cells = [METHODS[run.method].title, f"{run.rate:.3g}", f"{row['loss']:.3f}", behind, fewer]
+        times = 1e3 * row["seconds"] / steps, row["encode_ms"]
+        lines.append([*cells, *(f"{ms:.1f}" for ms in times)])
+    heads = ["method", "rate", "loss", "behind", "times fewer bytes", "ms a step"]
+    return _rows([*heads, "ms to encode and decode"], lines)
 
 
 def length(results: Results, setting: Setting, method: str) -> str:

@@ -22,6 +22,7 @@ MARK = "WORTH "  # begins a worker's line with a result
 WORKER = "benchmarks.worth.worker"
 SEEDS = (2, 3)
 TRIALS = 5  # of rates, at most
+TUNED = (usual(SMALL), usual("resnet-20"))  # by rates of a ladder, not by those of another model
 
 
 class Chosen(NamedTuple):
@@ -30,10 +31,12 @@ class Chosen(NamedTuple):
     Attributes:
         rates: of learning, in trainings of usual length.
         lengths: of trainings, in usual ones, the first that is not there yet.
+        first: length of those that are tuned.
     """
 
     rates: Sequence[float] | None = None
     lengths: Sequence[float] | None = None
+    first: float = 1.0
 
 
 RunAll = Callable[[list[Run], Path | None], Iterator[tuple[Run, dict[str, Any]]]]
@@ -107,15 +110,14 @@ def planned(
         methods: to train it.
         chosen: to try.
     """
-    tuned = setting in (usual(SMALL), usual("resnet-20"))
     runs = []
     for method in methods:
         best = results.best_rate(setting, method)
         now: Sequence[float] = []
-        lengths, seeds = [1.0], [1]
+        lengths, seeds = [chosen.first], [1]
         if part == "tune" and chosen.rates:
             now = chosen.rates
-        elif part == "tune" and tuned:
+        elif part == "tune" and setting in TUNED:
             now = trials(RECIPES[setting.recipe], results, setting, method)
         elif part == "tune":
             carried = results.carried_rate(setting, method)
@@ -133,6 +135,15 @@ def planned(
     return runs
 
 
+def without_rate(
+    results: Results, part: str, setting: Setting, methods: list[str], chosen: Chosen
+) -> list[str]:
+    """Return the methods of a larger model that were not tuned on the small one; see `planned`."""
+    if part != "tune" or chosen.rates or setting in TUNED:
+        return []
+    return [method for method in methods if results.carried_rate(setting, method) is None]
+
+
 def train(
     results: Results,
     setting: Setting,
@@ -141,9 +152,11 @@ def train(
     chosen: Chosen,
     folder: Path | None,
     run_all: RunAll,
-    minutes: float = math.inf,
+    deadline: float = math.inf,
 ) -> None:
     """Train what a part asks for, and show how long it takes.
+
+    A larger model's method that has no rate is left out, and named.
 
     Args:
         results: to add to.
@@ -151,28 +164,33 @@ def train(
         part: of `planned`.
         folder: in the place of Debian's packages.
         run_all: trains, and yields a row for each training as it ends.
-        minutes: after which nothing may end.
+        deadline: of `time.monotonic()`; no training begins that would end later.
     """
-    pace, deadline = 0.0, time.monotonic() + 60 * minutes  # seconds a step
+    pace = 0.0  # seconds a step
+    if none := without_rate(results, part, setting, methods, chosen):
+        print(f"  left out, as {SMALL} has no rate in {results.path} for {', '.join(none)}")
     while runs := planned(results, part, setting, methods, chosen):
         left = sum(steps_of(run) for run in runs)
         known = f", about {pace * left / 60:.0f} minutes" if pace else ""
         print(f"{setting.recipe}, {part}: {len(runs)} trainings{known}", flush=True)
         begin = time.monotonic()
-        after = dict(zip(runs, runs[1:]))
+        after, ended = dict(zip(runs, runs[1:])), []
         for run, row in run_all(runs, folder):
             results.add(run, row)
+            ended.append(run)
             now = time.monotonic()
             pace, begin = (now - begin) / steps_of(run), now
             left -= steps_of(run)
             print(
                 f"  {run.method}, rate {run.rate:g}, length {run.length:g}, seed {run.seed}: "
-                f"{row['loss']:.3f}; {pace * left / 60:.0f} minutes left",
+                f"{row['loss']:.3f}; {pace * left / 60:.1f} minutes left",
                 flush=True,
             )
             if run in after and now + pace * steps_of(after[run]) > deadline:
-                print(f"  {len(runs) - runs.index(run) - 1} more would take too long")
-                return
+                break
+        if late := [run.method for run in runs if run not in ended]:
+            print(f"  left out, as they would take too long: {', '.join(late)}", flush=True)
+            return
 
 
 def steps_of(run: Run) -> int:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import sys
+import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import traffic
 from benchmarks.worth import __main__ as worth
 from benchmarks.worth import advised, lockstep, recipes, tables, timings, trainings
 from benchmarks.worth.methods import DENSE, MAIN, METHODS, PERIOD, PLAIN
@@ -273,3 +278,73 @@ def test_methods_that_need_ranks_are_no_lockstep(folder, method):
     run = Run(SMALL, method, 2, 4, 1.0, 0.006, 1)
     with pytest.raises(SystemExit, match=f"{method} needs ranks"):
         next(lockstep.trained([run], folder))
+
+
+FIVE = ("dense", "eighth-5", "local-int8", "qsgd", "nesterov-int8")  # of `make worth-gpu`
+
+
+@pytest.mark.parametrize("method", FIVE)
+def test_all_of_lockstep_is_on_its_device(folder, method, monkeypatch):
+    """On "meta" a tensor of the host's would be an error, and so would a read by the host."""
+    made = {"meta": traffic.WithoutData(kernels=False)}
+    monkeypatch.setattr(lockstep, "TorchOps", made.pop)
+    monkeypatch.setattr(torch, "autocast", lambda *_: contextlib.nullcontext())
+    monkeypatch.setitem(recipes.SHAPES, SMALL, recipes.Shape(32, 1))
+    monkeypatch.setitem(RECIPES, SMALL, replace(RECIPES[SMALL], warmup_steps=1))
+    tasks = [recipes.task(SMALL, 2, rank, 2, folder) for rank in range(2)]
+    training = lockstep.Training(Run(SMALL, method, 2, 4, 1.0, 0.006, 1), tasks, "meta")
+    for _ in range(PERIOD + 1 if METHODS[method].local else 2):
+        training.step()
+    assert {p.device.type for each in training.replicas for p in each.parameters} == {"meta"}
+
+
+class Clocked:
+    """Stands for a training whose steps take a second each, from now on."""
+
+    def __init__(self, *_):
+        self.now = time.monotonic()
+
+    def step(self):
+        self.now += 1
+
+    def clock(self):
+        return self.now
+
+    def row(self, data):
+        return {"loss": 1.0, "parameters": 8, "bytes_a_step": 16.0, "encode_ms": 2.0} | LOCKSTEP
+
+
+LOCKSTEP = {"lockstep": True}
+
+
+def test_a_training_that_would_end_too_late_is_left_out(folder, results, monkeypatch, capsys):
+    """It ends early, without a row; a shorter one behind it is trained."""
+    monkeypatch.setattr(lockstep, "Training", Clocked)
+    long, short = (Run(SMALL, "dense", 2, 4, x / STEPS, 0.006, 1) for x in (STEPS, 100))
+    deadline = time.monotonic() + STEPS / 2
+    rows = dict(lockstep.trained([long, short], folder, deadline))
+    assert [*rows] == [short] and rows[short]["seconds"] == 100
+    printed = capsys.readouterr().out
+    assert f"dense: 1000 ms a step, {STEPS - 20} s to go" in printed
+    assert "dense: stopped at step 20, it would end too late" in printed
+    assert dict(lockstep.trained([short], folder, time.monotonic() - 1)) == {}
+
+
+def test_what_is_left_out_is_named(results, monkeypatch, capsys, folder):
+    """For want of time, or of a rate; and nothing of it is tried again."""
+    monkeypatch.setattr(lockstep, "Training", Clocked)
+    small, large = usual(SMALL, 2), usual("gpt-3", 2)
+    for method in ("dense", "qsgd"):
+        trained(results, method, 1.5, setting=small)
+    methods, chosen = ["dense", "qsgd", "muon"], trainings.Chosen(first=30 / STEPS)
+    for seconds in (40.0, 0.0):
+        run_all = partial(lockstep.trained, deadline=time.monotonic() + seconds)
+        now = ["dense", "muon"] if seconds else methods
+        trainings.train(results, large, "tune", now, chosen, folder, run_all)
+    printed = capsys.readouterr().out
+    assert printed.count("has no rate in") == 2 and "for muon" in printed
+    assert "left out, as they would take too long: qsgd" in printed
+    (run,) = results.losses(large)
+    assert trainings.steps_of(run) == 30
+    table = tables.lockstep(results, large, chosen.first)
+    assert "| dense | 0.0015 | 1.000 | +0.000 | 2.0 | 1000.0 | 2.0 |" in table

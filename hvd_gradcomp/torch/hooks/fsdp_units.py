@@ -196,16 +196,19 @@ def left_out(model: Any, units: Iterable[Unit]) -> list[str]:
     return [
         group._module_fqn or "that at the root"
         for state in model._get_fsdp_state()._state_ctx.all_states
-        for group in state._fsdp_param_groups
+        for group in _groups(state)
         if id(group) not in inside and any(p.sharded_param.requires_grad for p in group.fsdp_params)
     ]
 
 
 def groups_of(module: Any) -> list[Any]:
     """Return FSDP's records of a module's own unit: one, or none without parameters."""
-    state = module._get_fsdp_state()
+    return _groups(module._get_fsdp_state())
+
+
+def _groups(state: Any) -> list[Any]:
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before PyTorch 2.10 or so there could be one
+    if groups is None:  # one at most, before PyTorch's pull request 173509
         groups = [g for g in (state._fsdp_param_group,) if g is not None]
     return list(groups)
 
