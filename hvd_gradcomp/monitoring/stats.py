@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -45,6 +46,13 @@ class CompressionStats:
             slower ranks to start the step, and device-side waits (NCCL). None on TensorFlow, whose
             graphs wait by themselves; for its `LocalSteps` the time of exchanges, compressing
             included. Ignored by `==`.
+        memory: bytes that this process keeps now beyond the model, its gradients and the inner
+            optimizer, by purpose, without those of 0. "state": of the compressors. "rollback": the
+            state from before the last exchange, and memory for the one of the next. "buckets": of
+            gradients, unless `p.grad` lies in them. "moments": second moments. "scratch": tables
+            and temporaries that each step uses. Of local steps also "global", the global
+            parameters; "outer", the outer optimizer's state; "in flight", changes that travel.
+            Not counted is what transports and GPU kernels keep. Ignored by `==`.
     """
 
     steps: int = field(default=0, metadata=TOTAL)
@@ -61,6 +69,7 @@ class CompressionStats:
     residual_norm: float | None = None
     gradient_norm: float | None = None
     seconds_waited: float | None = field(default=None, compare=False)
+    memory: dict[str, int] = field(default_factory=dict, compare=False)
 
     def __str__(self) -> str:
         """Format the totals as a table.
@@ -143,7 +152,10 @@ class CompressionStats:
 
 
 def combined(
-    parts: Sequence[CompressionStats], beside: Sequence[CompressionStats], steps: int
+    parts: Sequence[CompressionStats],
+    beside: Sequence[CompressionStats],
+    steps: int,
+    memory: Mapping[str, int] = MappingProxyType({}),
 ) -> CompressionStats:
     """Return the totals of a model whose parts are exchanged apart, and not in every step.
 
@@ -152,6 +164,7 @@ def combined(
         beside: of other exchanges of the same layers, or of what is no gradient.
         steps: of the training; a dense exchange of all layers in each of them is what the bytes and
             elements are compared with.
+        memory: bytes besides those of the exchanges, as `CompressionStats.memory`.
 
     >>> half = CompressionStats(1, 10, 10, 40, 40, 80, sizes={"a": 10})
     >>> both = combined([half, half], [], 5)
@@ -180,6 +193,7 @@ def combined(
         level_changes=sum(part.level_changes for part in parts),
         residual_norm=norm_of(p.residual_norm for p in parts if p.residual_norm is not None),
         seconds_waited=None if None in waited else sum(filter(None, waited)),
+        memory=dict(sum(map(Counter, (memory, *(part.memory for part in every))), Counter())),
     )
 
 

@@ -64,6 +64,9 @@ class Exchange(ABC):
     def abort(self) -> None:
         """Drop an exchange that was started and not finished, if any."""
 
+    def release(self) -> None:
+        """Release memory that only an exchange needs; its means are read no more."""
+
 
 class DenseMeans(ABC):
     """Tensors whose dense mean over ranks is applied: gradients in the warm-up, and buffers.
@@ -532,15 +535,19 @@ class LocalRounds:
         assert source is not None
         if not applies:
             source.exchange.rollback()
+            source.exchange.release()
             return
         source.exchange.commit()
         if number == WARMUP:
             self._step_inner(means)
         else:
             self._step_outer(number, means)
+        if number != WARMUP or not self.warms_up:  # a warm-up exchanges in each step
+            source.exchange.release()
         if buffers is not None:
             assert self._buffers is not None
             self._buffers.apply(buffers)
+            self._buffers.exchange.release()
 
     def _step_inner(self, means: Tensors | None) -> None:
         """Step the inner optimizer by gradients that all ranks have; count also without them."""

@@ -42,6 +42,7 @@ def stats(
     unplanned: Mapping[str, int],
     norm: Callable[[Any], float],
     gradient_norms: Iterable[float],
+    memory: Mapping[str, int],
     seconds_waited: float | None = None,
 ) -> CompressionStats:
     """Return totals since the start; reads the device.
@@ -55,7 +56,7 @@ def stats(
         unplanned: sizes of layers that have no bucket on any rank, by name.
         norm: the L2 norm of a tensor.
         gradient_norms: of parts of the exchanged gradient.
-        seconds_waited: see `CompressionStats`.
+        memory, seconds_waited: see `CompressionStats`.
     """
     layers: dict[str, int] = {}
     sizes = dict(unplanned)
@@ -82,4 +83,5 @@ def stats(
         residual_norm=norm_of(norm(r.residual) for r in reports if r.residual is not None),
         gradient_norm=norm_of(gradient_norms),
         seconds_waited=seconds_waited,
+        memory=dict(memory),
     )

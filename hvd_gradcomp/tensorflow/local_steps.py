@@ -8,6 +8,7 @@ would. `runtime/local_rounds.py` runs the rounds.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -510,6 +511,11 @@ class LocalSteps(tf.Module):
     def trained(self) -> list[Any]:
         """Return the model's variables that are exchanged, by fragment."""
         return [v for fragment in self._fragments for v in fragment.sources]
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that it keeps besides reducers; see `CompressionStats.memory`."""
+        return dict(sum((Counter(each.memory) for each in self._fragments), Counter()))
 
     @property
     def global_variables(self) -> list[list[tf.Variable]]:

@@ -16,6 +16,7 @@ from hvd_gradcomp.planning import description
 from hvd_gradcomp.runtime import stats as runtime_stats
 from hvd_gradcomp.tensorflow.local_steps import LocalSteps
 from hvd_gradcomp.tensorflow.reduce import checksums
+from hvd_gradcomp.tensorflow.reduce.buckets import bytes_of
 from hvd_gradcomp.tensorflow.reduce.reducer import GraphReducer
 from hvd_gradcomp.tensorflow.reduce.registry import distributed_in, reducer_of
 
@@ -56,7 +57,7 @@ def reader_of(source: Any) -> Callable[[], CompressionStats]:
 
 def _stats_of_local_steps(local: LocalSteps) -> CompressionStats:
     parts, beside = map(stats_of, local.reducers), map(stats_of, local.others)
-    stats = combined([*parts], [*beside], local.steps_made)
+    stats = combined([*parts], [*beside], local.steps_made, local.memory)
     return replace(stats, seconds_waited=local.seconds_waited)
 
 
@@ -69,6 +70,8 @@ def stats_of(reducer: GraphReducer) -> CompressionStats:
     led = [bucket for bucket in used if leads(bucket.leader)]
     of_others = planned - {name for bucket in led for name in bucket.layout.names}
     names, norm = [name for name, _, _ in reducer.layers], reducer.exchange.norm
+    snapshot = 0 if planner.snapshot is None else planner.snapshot.nbytes
+    memory = {"state": bytes_of(v for b in led for v in b.variables), "rollback": snapshot}
     unbucketed = zip(names, local["unbucketed"].numpy().tolist())
     steps = int(local["exchanges"])
     return runtime_stats.stats(
@@ -88,6 +91,7 @@ def stats_of(reducer: GraphReducer) -> CompressionStats:
         unplanned={name: prod(shape) for name, shape, _ in reducer.layers if name not in planned},
         norm=lambda x: float(tf.norm(x)),
         gradient_norms=[] if norm is None else [norm.read()],
+        memory={purpose: size for purpose, size in memory.items() if size},
     )
 
 

@@ -510,6 +510,7 @@ def test_statistics_count_local_steps(tmp_path):
     stats, table = hvd.compression_stats(local), hvd.describe(local)
     assert stats.steps == 8
     assert stats.bytes_sent == 2 * (ENDS[-1] + 2) * 4
+    assert stats.memory == {"global": 4 * ENDS[-1]}
     assert set(stats.layers) == {*SHAPES, "Variable"}
     assert all(name in table for name in SHAPES)
     hvd.verify(local)
@@ -517,6 +518,26 @@ def test_statistics_count_local_steps(tmp_path):
     lines = (tmp_path / "stats.jsonl").read_text().splitlines()
     assert [json.loads(line)["compression/steps"] for line in lines] == [4, 4]
     np.testing.assert_array_equal(buffers[0].numpy(), [1.0, 2.0])
+
+
+def test_memory_is_named_by_its_purpose():
+    _, local = trained(
+        3, 4, outer=DILOCO, delay=1, warmup_steps=2, compression=hvd.OneBitCompressor()
+    )
+    memory, size = hvd.compression_stats(local).memory, 4 * ENDS[-1]
+    assert memory["global"] == memory["outer"] == memory["in flight"] == size
+    assert memory["state"] >= size
+
+    variables = network()
+    for rollback in (True, False):
+        with hvd.DistributedGradientTape(
+            tf.GradientTape(), compression=hvd.OneBitCompressor(), rollback=rollback
+        ) as tape:
+            loss = tf.add_n([tf.reduce_sum(v**2) for v in variables])
+        tape.gradient(loss, variables)
+        memory = hvd.compression_stats(tape).memory
+        assert memory["state"] >= size
+        assert memory.get("rollback", 0) == (memory["state"] if rollback else 0)
 
 
 REFUSED = {

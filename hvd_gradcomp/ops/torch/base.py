@@ -119,6 +119,23 @@ class Base(Ops):
             if len(spare) < self._peak[kind]:
                 spare.append(x)
 
+    def release_spare(self) -> None:
+        """Release the memory that is kept for the states of later steps."""
+        self._spare.clear()
+
+    def spare_memory(self) -> list[Tensor]:
+        """Return the memory that is kept for the states of later steps."""
+        return [x for some in self._spare.values() for x in some]
+
+    def reused_memory(self) -> list[Tensor]:
+        """Return tables and temporaries that are kept for later steps."""
+        temporaries = [x for some in self._pool.values() for x in some]
+        tables = [*self._tables.values(), *self._constants.values()]
+        spreads = [x for some in self._spreads.values() for x in some]
+        kernels = [] if self.native is None else [self.native.memory]
+        payload = [] if self._headless is None else [self._headless]
+        return [*temporaries, *tables, *spreads, *kernels, *payload]
+
     def writable(self, x: Tensor) -> Tensor:
         """Return memory for a donating op: x, or uninitialized memory like x if x is kept."""
         if not self._kept or _place(x) not in self._kept:

@@ -20,6 +20,9 @@ class Kernels:
 
     Args:
         library: as `ops.native` loads it.
+
+    Attributes:
+        memory: temporaries of the kernels, uint8; as large as the largest need so far.
     """
 
     def __init__(self, library: Any) -> None:
@@ -28,7 +31,7 @@ class Kernels:
         self._numbers: dict[str, int] = {}
         self._call = library.kernel_call
         # Reused: fresh pages cost as much as a kernel.
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._scratch = 0, 0  # its address and size
 
     def __call__(
@@ -81,8 +84,8 @@ class Kernels:
             )
             if needed <= 0:
                 break
-            self._memory = torch.empty(needed, dtype=torch.uint8, device="cpu")
-            self._scratch = self._memory.data_ptr(), needed
+            self.memory = torch.empty(needed, dtype=torch.uint8, device="cpu")
+            self._scratch = self.memory.data_ptr(), needed
         if needed == _BEYOND:
             raise PayloadError(
                 "an index points outside of its bucket, or does not ascend: a payload is damaged"

@@ -22,6 +22,7 @@ from hvd_gradcomp.tensorflow.interop.background_call import BackgroundCall
 from hvd_gradcomp.tensorflow.interop.moving_averages import GlobalAverages, MovingAverage
 from hvd_gradcomp.tensorflow.interop.variables import new_variable, plain_variable, where_set
 from hvd_gradcomp.tensorflow.reduce import checksums
+from hvd_gradcomp.tensorflow.reduce.buckets import bytes_of
 from hvd_gradcomp.tensorflow.reduce.reducer import GraphReducer
 
 _NOTHING, _MEANS, _NOT_FINITE, _FAILED = range(4)  # what is in flight, of a fragment
@@ -149,6 +150,15 @@ class GraphFragment(Fragment):
     def variables(self) -> list[tf.Variable]:
         """Return the variables that a checkpoint keeps, without the reducer's."""
         return [*self._shared, *self._velocities, *self._means]
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that it keeps besides the reducer; see `CompressionStats.memory`."""
+        return {
+            "global": bytes_of(self._shared),
+            "outer": bytes_of(self._velocities),
+            "in flight": bytes_of(self._means),
+        }
 
     @property
     def _shared(self) -> list[tf.Variable]:

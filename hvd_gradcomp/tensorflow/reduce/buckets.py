@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,6 +94,11 @@ class StateSnapshot:
                 self._alone.append((place, _unwritten(variable.dtype)))
         self._joined = [(places, _unwritten(dtype)) for dtype, places in joined.items()]
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the snapshot; 0 before the first exchange."""
+        return bytes_of([kept for _, kept in (*self._alone, *self._joined)])
+
     def assign(self, values: Sequence[tf.Tensor]) -> None:
         """Replace the snapshot by one value for each variable."""
         for place, kept in self._alone:
@@ -113,6 +118,11 @@ class StateSnapshot:
             sizes = [variable.shape.num_elements() for variable in in_order]
             for variable, piece in zip(in_order, tf.split(kept, sizes)):
                 variable.assign(tf.reshape(piece, variable.shape))
+
+
+def bytes_of(variables: Iterable[tf.Variable]) -> int:
+    """Return the bytes of the values of variables, whose shape may be that of their value."""
+    return sum(int(tf.size(v, tf.int64)) * v.dtype.size for v in variables)
 
 
 def _unwritten(dtype: tf.DType) -> tf.Variable:

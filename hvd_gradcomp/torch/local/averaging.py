@@ -10,7 +10,7 @@ from hvd_gradcomp.algorithms.dense import NoneCompressor
 from hvd_gradcomp.runtime.local_rounds import DenseMeans
 from hvd_gradcomp.torch.interop.shards import local_part
 from hvd_gradcomp.torch.local.fragment import Connect
-from hvd_gradcomp.torch.local.outer import wide
+from hvd_gradcomp.torch.local.outer import shaped_like
 from hvd_gradcomp.torch.local.tensor_exchange import TensorExchange, copied
 from hvd_gradcomp.torch.reduce.options import ExchangeOptions
 
@@ -25,7 +25,7 @@ def mean_exchange(
         connect: returns the connection.
         name: of the exchange.
     """
-    shapes = [(n, wide(local_part(x))) for n, x in named]
+    shapes = [(n, shaped_like(local_part(x))) for n, x in named]
     options = ExchangeOptions(nonfinite="skip", scaler=False)
     return TensorExchange(shapes, shapes, NoneCompressor(), connect(name), options, name)
 

@@ -52,6 +52,7 @@ from hvd_gradcomp.torch.local.wrapped_optimizer import (
     loss_of,
     named_of,
 )
+from hvd_gradcomp.torch.reduce.memory import count_bytes
 from hvd_gradcomp.torch.reduce.options import ExchangeOptions
 
 _OTHERS = "warmup", "buffers"  # of the exchanges in a saved state, beside those of fragments
@@ -300,6 +301,14 @@ class LocalStepsOptimizer(WrappedOptimizer):
     @property
     def steps_taken(self) -> int:
         return self.steps_made
+
+    @property
+    def _memory(self) -> dict[str, int]:
+        return {
+            "global": count_bytes(self._outer.copies),
+            "outer": count_bytes(self._outer.state_tensors()),
+            "in flight": count_bytes(x for each in self._fragments for x in each.sent or ()),
+        }
 
     @property
     def rounds(self) -> int:

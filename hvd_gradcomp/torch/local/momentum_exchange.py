@@ -150,6 +150,8 @@ class MomentumExchangeOptimizer(WrappedOptimizer):
             return loss
         if warm:
             self._warmup.apply(means)
+            if self.steps_taken == self._warmup_steps:
+                self._warmup.exchange.release()
         else:
             self._adam.update({p: mean for (_, p), mean in zip(self._named, means)})
         return loss

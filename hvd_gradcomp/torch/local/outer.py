@@ -72,6 +72,11 @@ class OuterOptimizer:
         for c, _ in changes:
             c.grad = None
 
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Return the tensors that the optimizer keeps, such as its momentum."""
+        states = self.optimizer.state.values()
+        return [x for s in states for x in s.values() if isinstance(x, torch.Tensor)]
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the momentum that was taken over."""
         state = self.optimizer.state_dict()
@@ -84,14 +89,14 @@ class OuterOptimizer:
             self._transfer.take()
 
 
-def wide(x: torch.Tensor) -> torch.nn.Parameter:
-    """Return zeros of a tensor's shape, in float32 if it is narrower."""
-    zeros = torch.zeros_like(x, dtype=_wide_dtype(x), requires_grad=False)
-    return torch.nn.Parameter(zeros)
+def shaped_like(x: torch.Tensor) -> torch.nn.Parameter:
+    """Return a parameter of a tensor's shape, in float32 if that is narrower; of a single zero."""
+    zero = torch.zeros((), dtype=_wide_dtype(x), device=x.device)
+    return torch.nn.Parameter(zero.expand(x.shape), requires_grad=False)
 
 
 def neighbours(tensors: Sequence[torch.Tensor]) -> list[torch.nn.Parameter]:
-    """Return the same as `wide` of each, one after another in memory, padded with zeros.
+    """Return zeros in the shape of each, in float32 if that is narrower, as neighbours in memory.
 
     So a checksum of all of them walks over few pieces of memory.
     """

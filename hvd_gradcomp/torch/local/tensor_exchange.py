@@ -199,7 +199,13 @@ class TensorExchange(Exchange):
             planner.reorder([name for name, _ in named_parameters])
         mean = 1.0 / participants.rank_and_size[1]
         self.reducer = Reducer(
-            planner, transport, participants, options, prescale=1.0, postscale=mean
+            planner,
+            transport,
+            participants,
+            options,
+            prescale=1.0,
+            postscale=mean,
+            releases=True,
         )
         self._check = ConfigCheck(self.reducer, settings)
         self._totals = self.reducer.traffic.totals  # before the exchange that was started last
@@ -269,7 +275,7 @@ class TensorExchange(Exchange):
         """End the exchange; return the mean of each tensor, None if it was undone on all ranks.
 
         Means have the dtype of their parameter, whatever that of the bucket. They are valid until
-        the next `start`.
+        `release` or the next `start`.
 
         Raises:
             NonFiniteGradientError: on all ranks, if that is the policy.
@@ -280,7 +286,7 @@ class TensorExchange(Exchange):
             reducer.programs.wait_all()
             reducer.commit_or_roll_back_among(self._connection.nonfinite_ranks)
         except NonFiniteGradientError:
-            reducer.finish_step()
+            reducer.finish_step(keeps_memory=True)
             raise
         except Exception:
             self._give_up()
@@ -290,8 +296,12 @@ class TensorExchange(Exchange):
         means = [
             next(reduced).to(p.dtype) if p.numel() else torch.zeros_like(p) for p in self._shapes
         ]
-        reducer.finish_step()
+        reducer.finish_step(keeps_memory=True)
         return None if undone else means
+
+    def release(self) -> None:
+        self.reducer.release()
+        self.reducer.release_spare()
 
     def commit(self) -> None:
         self.reducer.commit()

@@ -205,7 +205,12 @@ class WrappedOptimizer(torch.optim.Optimizer, ABC):
         the last exchange have sent nothing yet: read it after an exchange.
         """
         parts, others = ([x.reducer.stats() for x in some] for some in self.exchanges)
-        return combined(parts, others, self.steps_taken)
+        return combined(parts, others, self.steps_taken, self._memory)
+
+    @property
+    def _memory(self) -> dict[str, int]:
+        """Return the bytes that it keeps besides its exchanges; see `CompressionStats.memory`."""
+        return {}
 
     def compare_again(self) -> None:
         """Compare the settings of all ranks again before the next exchange."""

@@ -32,6 +32,7 @@ from hvd_gradcomp.torch.interop.amp import GradScalerAdapter
 from hvd_gradcomp.torch.reduce.backend import Backend
 from hvd_gradcomp.torch.reduce.bucket import Bucket, Named, as_complex, as_real
 from hvd_gradcomp.torch.reduce.bucketing import BucketPlanner
+from hvd_gradcomp.torch.reduce.memory import memory_of
 from hvd_gradcomp.torch.reduce.options import ExchangeOptions
 from hvd_gradcomp.torch.reduce.sources import Sources
 
@@ -328,7 +329,8 @@ class Reducer:
         in_order: launch programs in the order of the buckets, whatever the order in which gradients
             arrive. For transports that match collectives by order, where ranks may differ in it.
         beside: (name, parameter) of sparse gradients that have no bucket: their rows are gathered.
-        releases: release the memory of buckets between steps. Reduced gradients must be copied.
+        releases: buckets have memory from the first gradient of a step to its end alone; see
+            `finish_step`. Reduced gradients must be copied by then.
         checks_sums: compute `checksum`, for those who compare it.
 
     Attributes:
@@ -631,8 +633,12 @@ class Reducer:
         views = _result_views(bucket for bucket, _ in places)
         return [views[id(bucket)][slot].detach() for bucket, slot in places]
 
-    def finish_step(self) -> None:
-        """End a step after all results were copied out: release them and the frozen parameters."""
+    def finish_step(self, keeps_memory: bool = False) -> None:
+        """End a step after all results were copied out: release them and the frozen parameters.
+
+        Args:
+            keeps_memory: results are still read, until `release`.
+        """
         if self.sources.source:
             self.sources.end_step()
         self.scaling.end_step()
@@ -642,8 +648,18 @@ class Reducer:
             bucket.result = None
             if bucket.frozen_state:
                 bucket.restore_frozen()
-            if self._releases:
-                bucket.release()
+        if not keeps_memory:
+            self.release()
+
+    def release(self) -> None:
+        """Release the memory of buckets until the next step, if it is to be released."""
+        for bucket in self.buckets if self._releases else ():
+            bucket.release()
+
+    def release_spare(self) -> None:
+        """Release the memory that is kept for the states of later steps."""
+        for bucket in self.buckets:
+            bucket.ops.release_spare()
 
     def mark_copied(self, parameter: torch.nn.Parameter) -> None:
         """Release a bucket if it is one to release and this reduced gradient was its last one."""
@@ -750,6 +766,7 @@ class Reducer:
     def stats(self) -> CompressionStats:
         """Return totals since the start; synchronizes with the device."""
         parameters = [*self.parameters, *(p for _, p in self.beside)]
+        gradients = [p.grad for p in parameters if p.grad is not None]
         return stats.stats(
             [
                 stats.BucketTotals(b.layout, b.compressor, b.state, self.steps - b.since)
@@ -761,7 +778,8 @@ class Reducer:
             beside=self.traffic.gathered,
             unplanned={name: p.numel() for name, p in self.beside},
             norm=_norm,
-            gradient_norms=[_norm(p.grad) for p in parameters if p.grad is not None],
+            gradient_norms=map(_norm, gradients),
+            memory=memory_of(self.buckets, gradients),
             seconds_waited=self.traffic.waited,
         )
 
