@@ -43,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 from docs.methods import METHODS, Method
 from hvd_gradcomp import GradiVeQCompressor, LGCCompressor
 from hvd_gradcomp.method.compressor import Compressor
+from hvd_gradcomp.planning.methods import Local, Momentum
 from hvd_gradcomp.torch import ddp, fsdp
 
 MEASURED = Path(__file__).parents[1] / "docs" / "measured" / "memory.json"
@@ -92,11 +93,11 @@ def cases() -> list[Case]:
     listed: dict[str, list[Case]] = {host: [case] for host, case in stock.items()}
     listed[MOMENTUM] = [Case(MOMENTUM, "", None, {})]
     for method in METHODS:
-        if method.outer is not None:
-            settings = {"every": EVERY, "outer": method.outer}
+        if isinstance(method.in_step, Local):
+            settings = {"every": EVERY, "outer": method.in_step.outer}
             for host in (LOCAL, SHARDED_LOCAL):
                 listed[host].append(Case(host, method.code, method.instance, settings))
-        elif method.code.startswith("MomentumExchange"):
+        elif isinstance(method.in_step, Momentum):
             settings = {"warmup_steps": 2}
             listed[MOMENTUM].append(Case(MOMENTUM, method.code, method.instance, settings))
         else:
