@@ -64,7 +64,7 @@ def length(results: Results, setting: Setting, method: str) -> str:
 
 
 def times(results: Results, setting: Setting) -> str:
-    """Return a table of times sooner at the loss of dense trainings, by ratio."""
+    """Return a table of times sooner at the loss of dense trainings, by ratio; of timed methods."""
     ratios = results.ratios(setting)
     rows = []
     for method in results.methods(setting):
@@ -73,7 +73,8 @@ def times(results: Results, setting: Setting) -> str:
             ms, sooner = results.ms(setting, method, ratio), results.sooner(setting, method, ratio)
             gain = "later" if sooner is None else f"{sooner:.2f}"
             cells.append("" if ms is None else f"{gain} ({ms:,.0f} ms)")
-        rows.append(cells)
+        if any(cells[2:]):
+            rows.append(cells)
     return _rows(["method", "length", *(f"{ratio:g}" for ratio in ratios)], rows)
 
 
