@@ -55,7 +55,7 @@ class Setting(NamedTuple):
 QSGD = Setting(
     QSGDCompressor(bits=4),
     1,
-    {2: Span(1.0, 1.0, 1.0), 4: Span(1.0, 1.0, 1.0), 8: Span(1.0, 1.02, 1.04)},
+    {2: Span(1.0, 1.0, 1.0), 4: Span(1.0, 1.0, 1.0), 8: Span(1.0, 1.02, 1.06)},
 )
 INT8_EVERY_5 = Setting(
     Int8Compressor(),
