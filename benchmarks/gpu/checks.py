@@ -55,7 +55,9 @@ def tested(part: str, setting: Setting, deadline: float) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "outcomes")
         file.touch()
-        code = _code_of(command, {**os.environ, FILE: str(file)}, deadline)
+        # Called by a worker of pytest-xdist, the command is none of its workers.
+        outside = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
+        code = _code_of(command, {**outside, FILE: str(file)}, deadline)
         outcomes = [json.loads(line) for line in file.read_text().splitlines()]
     counts = Counter(outcome["outcome"] for outcome in outcomes)
     failed = [outcome for outcome in outcomes if outcome["outcome"] == "failed"]

@@ -13,7 +13,7 @@ EXACT = (
     "FP16",
     "QSGD",
     "TernGrad",
-    "GradiVeQCompressor(slice_size=None, max_slice=4096, loss_threshold=None",
+    "GradiVeQCompressor(slice_size=None, max_slice=4096, loss_threshold=None, ratio=4",
 )
 MESSAGES = {
     "halfway": "has changed nothing: rank 1: RuntimeError: gradients are on their way",

@@ -53,7 +53,7 @@ ENTRY_POINTS = {  # modules with local steps, and momenta
     "tensorflow/keras/momentum_exchange.py": ("MomentumExchange",),
 }
 EVERYWHERE = [(file, name) for file, names in ENTRY_POINTS.items() for name in names]
-OUTSIDE_TABLES = "### Settings that are not the defaults"
+OUTSIDE_TABLES = "## Settings that are not the defaults"
 SPAN = re.compile(r"`([^`]+)`")
 
 

@@ -17,7 +17,7 @@ def memory_of(buckets: Sequence[Bucket], gradients: Iterable[torch.Tensor]) -> d
 
     Args:
         buckets: of a reducer.
-        gradients: every `p.grad`, whose memory is not counted.
+        gradients: every `p.grad`, whose memory is not counted; sparse ones never lie in a bucket.
     """
     operations = list({id(bucket.ops): bucket.ops for bucket in buckets}.values())
     tensors = {
@@ -30,7 +30,7 @@ def memory_of(buckets: Sequence[Bucket], gradients: Iterable[torch.Tensor]) -> d
         "moments": [bucket.moment for bucket in buckets if bucket.moment is not None],
         "scratch": [x for ops in operations for x in ops.reused_memory()],
     }
-    counted = {_address(x) for x in gradients}
+    counted = {_address(x) for x in gradients if not x.is_sparse}
     sizes = {purpose: count_bytes(some, counted) for purpose, some in tensors.items()}
     return {purpose: size for purpose, size in sizes.items() if size}
 
@@ -52,4 +52,4 @@ def count_bytes(tensors: Iterable[torch.Tensor], counted: set[int] | None = None
 
 
 def _address(x: torch.Tensor) -> int:
-    return (x.values() if x.is_sparse else x).untyped_storage().data_ptr()
+    return x.untyped_storage().data_ptr()
