@@ -77,7 +77,7 @@ def _code_of(command: list[str], environment: dict[str, str], deadline: float) -
     """Run a command with its workers; return its code, or None if it was stopped."""
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
-        return process.wait(max(1.0, deadline - time.monotonic()))
+        return process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         return None
     finally:
