@@ -188,7 +188,7 @@ METHODS = (
         ANY,
         exchange="allreduce",
         convolutions=True,
-        measured=Measured("projection.json", "default"),
+        measured=Measured("papers-long/gradiveq.json", "ratio-8", ("warmup_steps",)),
     ),
     Method(
         "LGCCompressor()",

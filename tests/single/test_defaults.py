@@ -124,8 +124,6 @@ def rows_of(file):
     content = json.loads((MEASURED / file).read_text())
     if isinstance(content, list):
         return content
-    if "networks" in content:  # of benchmarks.projection, which records no settings
-        return [{"key": key} for network in content["networks"] for key in network["rows"]]
     return content["trained"] if "trained" in content else content["rows"]
 
 

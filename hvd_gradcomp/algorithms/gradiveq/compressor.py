@@ -53,10 +53,9 @@ class GradiVeQCompressor(Clipping, Composite, Handover):
     three times as much (at least a slice for each of `sample_steps`); with `feedback` 4 bytes for
     each element. Memory and time do not depend on the number of ranks.
 
-    Default: `GradiVeQCompressor(ratio=8)`, of which docs/algorithms/gradiveq.md measures what the
-    bases leave out, beside other `max_slice` and `sample_steps`. The trainings in docs/papers.md
-    had `sample_steps=25` and slices of at most 1,024 elements, which leave out more. Accuracy with
-    the defaults was not measured.
+    Default: `GradiVeQCompressor(ratio=8)`, as trained in docs/papers-long.md and docs/papers.md,
+    with `warmup_steps` of a fifth of each training. docs/algorithms/gradiveq.md measures what the
+    bases leave out, beside other `max_slice` and `sample_steps`.
 
     Args:
         slice_size: elements of a slice. None takes blocks of `filters * depth` elements, as the
