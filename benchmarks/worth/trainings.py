@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.worth.methods import METHODS
+from benchmarks.worth.methods import DENSE, METHODS
 from benchmarks.worth.recipes import RECIPES, SMALL, Recipe
 from benchmarks.worth.results import LENGTHS, Results, Run, Setting, usual
 
@@ -111,6 +111,7 @@ def planned(
         chosen: to try.
     """
     runs = []
+    lowest = min(results.at_best(setting, DENSE), default=None)
     for method in methods:
         best = results.best_rate(setting, method)
         now: Sequence[float] = []
@@ -124,7 +125,11 @@ def planned(
             now = [carried] if carried is not None else []
         elif best is not None and part == "seeds" and METHODS[method].sure:
             now, seeds = [best], list(SEEDS)
-        elif best is not None and part == "lengths" and results.needed(setting, method) is None:
+        elif (
+            best is not None
+            and part == "lengths"
+            and results.needed(setting, method, lowest) is None
+        ):
             lengths_to_try = chosen.lengths or LENGTHS
             longer = [x for x in lengths_to_try if not results.at_best(setting, method, x)]
             now, lengths = [best], longer[:1]
