@@ -100,14 +100,14 @@ class Training:
         model: Any = GPT(width, WORDS, LENGTH)
         self.size = sum(p.numel() for p in model.parameters())
         self._optimizer: Any = torch.optim.AdamW(model.parameters(), 1e-3)
-        schedule, _, text = method.rpartition(", ")
+        schedule, _, text = method.partition(", ")  # of local steps
         self._made, self._meets = 0, 0
         if method == STOCK_HOOK:
             # One bucket: with two, the hook's callbacks took all of gloo's threads.
             model = DistributedDataParallel(model, bucket_cap_mb=1024)
             state = powerSGD_hook.PowerSGDState(None, 4, 10)
             model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        elif schedule:
+        elif method.startswith("every "):
             self._optimizer = ddp.LocalSteps(
                 self._optimizer,
                 model.named_parameters(),

@@ -1,1 +1,1 @@
-"""What only a GPU can show, in some minutes; see `python -m benchmarks.gpu --help`."""
+"""Benchmark of what only a GPU can show, in some minutes; see `python -m benchmarks.gpu --help`."""

@@ -1,4 +1,4 @@
-"""What a part of the benchmark is."""
+"""Part of the benchmark, and the setting that it is measured in."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Row = dict[str, Any]
 
 
 class Setting(NamedTuple):
-    """What is measured, and where.
+    """Setting of a run: the devices, and what of a part is measured.
 
     Attributes:
         device: "cuda", or "cpu" for a rehearsal at a small size.

@@ -34,7 +34,7 @@ from pathlib import Path
 from benchmarks.papers import data
 from benchmarks.rig import HostsError, JobError
 from benchmarks.worth import advised, lockstep, tables, timings, trainings
-from benchmarks.worth.methods import MAIN, METHODS, OF_IMAGES
+from benchmarks.worth.methods import MAIN, METHODS
 from benchmarks.worth.recipes import RECIPES, SHAPES
 from benchmarks.worth.results import LENGTHS, Results, Setting, usual
 
@@ -96,8 +96,7 @@ def main() -> int:
     setting = usual(options.recipe, options.hosts, options.grow)
     recipe = RECIPES[options.recipe]
     length = options.steps / recipe.steps if options.steps else 1.0
-    every = [method for method in METHODS if method not in OF_IMAGES]
-    methods = options.methods or (every if setting == usual("gpt-0.8") else list(MAIN))
+    methods = options.methods or list(METHODS if setting == usual("gpt-0.8") else MAIN)
     try:
         files = (data.TEXT,) if options.recipe in SHAPES else data.FILES
         data.install(options.data, files)

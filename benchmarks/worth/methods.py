@@ -66,8 +66,6 @@ METHODS = {
         lead=15,
     ),
     "chunked": Method("chunked top-k, 1/64", "ChunkedTopKCompressor()"),
-    "gradiveq": Method("GradiVeQ, ratio 8", "GradiVeQCompressor()", lead=210),
-    "scalecom": Method("ScaleCom, 1 %", "ScaleComCompressor()", lead=15),
     "local": Method("every 15, averaged", local="every=15", sure=True),
     "local-first": Method("every 15, averaged, dense first", local=f"every=15, {FIRST}"),
     "local-int8": Method("every 15, averaged, Int8", "Int8Compressor()", "every=15", sure=True),
@@ -103,7 +101,6 @@ METHODS = {
         inner="muon",
     ),
 }
-OF_IMAGES = ("gradiveq", "scalecom")  # for convolutions, or for SGD
 PLAIN = (DENSE, "accumulate-4", "accumulate-16")  # nothing is compressed, and replicas stay equal
 MAIN = (  # methods of the larger models
     DENSE, "accumulate-4", "post-local", "hook", "qsgd", "local-int8", "local-int8-5",

@@ -1,4 +1,4 @@
-"""What FSDP2 keeps of its units, in the forms that PyTorch has had."""
+"""Units of FSDP2, in the forms in which versions of PyTorch keep them."""
 
 from __future__ import annotations
 

@@ -76,22 +76,29 @@ AVX512 static void to_planes_avx512(const uint32_t *numbers, int planes, int fir
   }
 }
 
-AVX512 static void from_planes_avx512(const uint32_t *words, int planes, int first,
-                                      uint32_t *numbers) {
-  __m512i front = _mm512_loadu_si512(numbers), back = _mm512_loadu_si512(numbers + 16);
+/* Adds to each of 16 numbers what the planes hold, from bit `first` on; of their 32 lanes those from
+ * `lane` on. */
+AVX512 static inline __m512i with_planes_avx512(__m512i numbers, const uint32_t *words, int planes,
+                                                int first, int lane) {
   for (int plane = 0; plane < planes; plane++) {
     const __m512i bit = _mm512_set1_epi32((int)(1u << (first + plane)));
-    front = _mm512_mask_add_epi32(front, (__mmask16)words[plane], front, bit);
-    back = _mm512_mask_add_epi32(back, (__mmask16)(words[plane] >> 16), back, bit);
+    numbers = _mm512_mask_add_epi32(numbers, (__mmask16)(words[plane] >> lane), numbers, bit);
   }
-  _mm512_storeu_si512(numbers, front);
-  _mm512_storeu_si512(numbers + 16, back);
+  return numbers;
+}
+
+AVX512 static void from_planes_avx512(const uint32_t *words, int planes, int first,
+                                      uint32_t *numbers) {
+  for (int lane = 0; lane < GROUP; lane += 16) {
+    const __m512i part = _mm512_loadu_si512(numbers + lane);
+    _mm512_storeu_si512(numbers + lane, with_planes_avx512(part, words, planes, first, lane));
+  }
 }
 
 /* Sixteen bits at a time; the next ones write over what is too much. */
 AVX512 static int64_t rests_avx512(const uint32_t *highs, int64_t width, int64_t count,
                                    int64_t *bit, uint32_t *rests) {
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i lanes = lanes_avx512();
   int64_t at = 0, first = 0;
   for (; first + 32 <= width && at + 48 <= count; first += 32)
     for (int part = 0; part < 32; part += 16) {
@@ -253,7 +260,7 @@ static int set_places_plainly(const uint32_t *words, uint32_t mask, int64_t n, i
 /* Sixteen at a time: as indices ascend, their places are in 64 bits, as a rule. */
 AVX512 static int set_places_avx512(const uint32_t *words, uint32_t mask, int64_t n, int64_t at,
                                     int64_t low, int64_t width, uint32_t *highs) {
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i lanes = lanes_avx512();
   const __m512i one = _mm512_set1_epi64(1), indices = _mm512_set1_epi32((int)mask);
   const __m512i wide = _mm512_set1_epi32(64);
   const __m128i shift = _mm_cvtsi32_si128((int)low);
@@ -342,26 +349,18 @@ AVX512 static void join_words_avx512(reading *how, const uint32_t *lows, const u
   const __m512i most = _mm512_set1_epi32((int)((uint32_t)how->universe >> how->low));
   const __m128i low = _mm_cvtsi32_si128((int)how->low);
   __m512i before = _mm512_set1_epi32((int)(uint32_t)how->before);
-  for (int part = 0; part < GROUP; part += 16) {
-    const __m512i rests = _mm512_loadu_si512(words + part);
-    __m512i number = _mm512_sll_epi32(rests, low), code = _mm512_setzero_si512();
-    for (int64_t plane = 0; plane < how->low; plane++) {
-      const __m512i bit = _mm512_set1_epi32((int)(1u << plane));
-      const __mmask16 set = (__mmask16)(lows[plane] >> part);
-      number = _mm512_mask_add_epi32(number, set, number, bit);
-    }
+  for (int lane = 0; lane < GROUP; lane += 16) {
+    const __m512i rests = _mm512_loadu_si512(words + lane);
+    __m512i number = _mm512_sll_epi32(rests, low);
+    number = with_planes_avx512(number, lows, (int)how->low, 0, lane);
     const __mmask16 beyond = _mm512_cmpgt_epu32_mask(rests, most);
     number = _mm512_min_epu32(_mm512_mask_mov_epi32(number, beyond, universe), universe);
     const __m512i ahead = _mm512_alignr_epi32(number, before, 15);
     const __mmask16 falls = _mm512_cmple_epu32_mask(number, ahead);
     how->falls |= _mm512_mask_cmpneq_epu32_mask(falls, number, universe) != 0;
     before = number;
-    for (int plane = 0; plane < how->bits; plane++) {
-      const __m512i bit = _mm512_set1_epi32((int)(1u << (32 - how->bits + plane)));
-      const __mmask16 set = (__mmask16)(codes[plane] >> part);
-      code = _mm512_mask_add_epi32(code, set, code, bit);
-    }
-    _mm512_storeu_si512(words + part, _mm512_add_epi32(number, code));
+    number = with_planes_avx512(number, codes, how->bits, 32 - how->bits, lane);
+    _mm512_storeu_si512(words + lane, number);
   }
   const __m128i end = _mm512_extracti32x4_epi32(before, 3);
   how->before = (uint32_t)_mm_extract_epi32(end, 3);

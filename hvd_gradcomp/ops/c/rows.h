@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "kernels.h"
+#include "simd.h"
 #include "threads.h"
 
 #define CHUNK 2048 /* elements that stay in the first-level cache, of four vectors */
@@ -126,7 +127,6 @@ static int64_t list_plainly(const rule *how, const float *r, const float *v, int
 }
 
 #ifdef __x86_64__
-#include <immintrin.h>
 
 __attribute__((target("avx2"))) static inline float sum_of_lanes_avx2(const __m256 x[4]) {
   float lanes[8], total = 0.0f;
@@ -186,16 +186,16 @@ __attribute__((target("avx2,bmi"))) static int64_t list_avx2(const rule *how, co
 
 /* Appends which of 16 elements pass, with their bits; returns how many. `first` is the index of the
  * first. Writes 16, so it may write beyond what passes, never beyond what was looked at. */
-__attribute__((target("avx512f,popcnt"))) static inline int64_t append_avx512(
+AVX512 static inline int64_t append_avx512(
     __m512 x, __mmask16 passes, uint32_t first, uint32_t *index, uint32_t *bits) {
-  const __m512i ahead = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i ahead = lanes_avx512();
   const __m512i here = _mm512_add_epi32(_mm512_set1_epi32((int)first), ahead);
   _mm512_storeu_si512(index, _mm512_maskz_compress_epi32(passes, here));
   _mm512_storeu_ps(bits, _mm512_maskz_compress_ps(passes, x));
   return __builtin_popcount(passes);
 }
 
-__attribute__((target("avx512f,popcnt"))) static int64_t list_avx512(
+AVX512 static int64_t list_avx512(
     const rule *how, const float *r, const float *v, int64_t n, uint32_t base, uint32_t *index,
     uint32_t *bits, uint32_t *most) {
   const __m512 alpha = _mm512_set1_ps(how->alpha), tau = _mm512_set1_ps(how->tau);

@@ -289,7 +289,7 @@ static int64_t code_plainly(const uint32_t *index, const uint32_t *bits, int64_t
 
 #ifdef __x86_64__
 /* Never ahead of what is read, so words may lie where indices do. */
-__attribute__((target("avx512f,popcnt"))) static int64_t code_avx512(
+AVX512 static int64_t code_avx512(
     const uint32_t *index, const uint32_t *bits, int64_t n, int32_t ceiling, uint32_t *words) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), half = _mm512_set1_epi32(0x400000);
   const __m512i top = _mm512_set1_epi32(ceiling), most = _mm512_set1_epi32(7);

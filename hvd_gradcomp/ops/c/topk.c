@@ -124,7 +124,7 @@ __attribute__((target("avx2,bmi"))) static int64_t take_in_avx2(const collecting
   return count + take_in_plainly(how, of, run, n, of->index + count, of->bits + count);
 }
 
-__attribute__((target("avx512f,popcnt"))) static int64_t take_in_avx512(const collecting *how,
+AVX512 static int64_t take_in_avx512(const collecting *how,
                                                                          const piece *of,
                                                                          int64_t n) {
   const __m512 momentum = _mm512_set1_ps(how->momentum), beyond = _mm512_set1_ps(of->beyond);
@@ -377,7 +377,7 @@ static int64_t keep_plainly(const uint32_t *index, const uint32_t *bits, int64_t
 }
 
 #ifdef __x86_64__
-__attribute__((target("avx512f,popcnt"))) static int64_t keep_avx512(
+AVX512 static int64_t keep_avx512(
     const uint32_t *index, const uint32_t *bits, int64_t n, uint32_t least, uint32_t most,
     uint32_t *to_index, uint32_t *to) {
   const __m512i magnitude = _mm512_set1_epi32(0x7fffffff), first = _mm512_set1_epi32((int)least);
