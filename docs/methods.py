@@ -29,7 +29,6 @@ from hvd_gradcomp.method.handover import Handover, takes_momentum
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.planning.assignment import assign
 from hvd_gradcomp.planning.methods import ExchangeMethod, Local, Momentum
-from hvd_gradcomp.tuning.fewer_exchanges import EIGHTH_EVERY_5, INT8_EVERY_15
 from hvd_gradcomp.tuning.models import resnet50
 
 PAGE = Path(__file__).parent / "algorithms" / "index.md"
@@ -321,31 +320,31 @@ METHODS = (
     Method(
         "local_steps(...)",
         "../fewer-exchanges.md",
-        "the change of the parameters, every 15 steps",
+        "an eighth of the parameters' change every 5 steps, in 4 bits",
         ANY,
         in_step=Local(),
-        measured=Measured("papers/local.json", "averaged-15"),
+        measured=Measured("worth.json", "eighth-5"),
     ),
     Method(
-        "local_steps(..., every=5)",
+        "local_steps(..., compression=Int8Compressor())",
         "../fewer-exchanges.md",
-        "the same every 5 steps, an eighth, in 4 bits",
+        "all of the change, in 8 bits",
         ANY,
-        in_step=Local(EIGHTH_EVERY_5.compressor, every=EIGHTH_EVERY_5.every),
-        chosen="at a loss [soonest](../worth.md), if a dense exchange takes longer than a step",
+        in_step=Local(gc.Int8Compressor()),
+        chosen="no residual, and [as near](../fewer-exchanges.md#which-setting) to dense gradients",
     ),
     Method(
-        "local_steps(..., every=15)",
+        "local_steps(..., compression=None)",
         "../fewer-exchanges.md",
-        "the same every 15 steps, in 8 bits",
+        "all of the change, in 32 bits",
         ANY,
-        in_step=Local(INT8_EVERY_15.compressor, every=INT8_EVERY_15.every),
-        chosen="8 bits, which cost [nothing](../fewer-exchanges.md#which-setting) that was seen",
+        in_step=Local(None),
+        chosen="to compare with",
     ),
     Method(
         "local_steps(..., **sparse_loco())",
         "../fewer-exchanges.md",
-        "the same every 4 steps, the largest 64 of each 4,096, in 2 bits",
+        "every 4 steps the largest 64 of each 4,096 elements, in 2 bits",
         ANY,
         in_step=Local(**gc.sparse_loco()),
         measured=Measured("papers/local.json", "sparse-4"),

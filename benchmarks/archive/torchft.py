@@ -79,7 +79,7 @@ def train(
 def ours(rank: int, steps: int, every: int, address: str) -> dict[str, Any]:
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
     model, adam = model_and_optimizer()
-    optimizer = ddp.LocalSteps(adam, model.named_parameters(), every, OUTER)
+    optimizer = ddp.LocalSteps(adam, model.named_parameters(), every, OUTER, None)
     result = train(rank, steps, every, model, optimizer, optimizer.step)
     dist.destroy_process_group()
     return result

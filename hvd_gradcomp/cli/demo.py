@@ -14,21 +14,18 @@ from hvd_gradcomp.cli.digits import Row
 from hvd_gradcomp.cli.output import counted
 from hvd_gradcomp.cli.progress import Progress
 from hvd_gradcomp.planning.methods import ExchangeMethod, Local
-from hvd_gradcomp.tuning.fewer_exchanges import EIGHTH_EVERY_5, QSGD
+from hvd_gradcomp.tuning.fewer_exchanges import QSGD
 
 EPOCHS = 40
 METHODS = {
     "uncompressed": ExchangeMethod(),
     "QSGD, 4 bits": ExchangeMethod(QSGD.compressor),
-    "every 5 steps, 1 element in 8, 4 bits": Local(
-        EIGHTH_EVERY_5.compressor, every=EIGHTH_EVERY_5.every
-    ),
+    "every 5 steps, 1 element in 8, 4 bits": Local(),
 }
 CALLS = """\
 The first is DistributedDataParallel as it is. What the others add to it:
   ddp.compress(model, QSGDCompressor(bits=4))
-  ddp.local_steps(model, optimizer, every=5,
-                  compression=ChunkedTopKCompressor(k=512, values="int4", decay=1))"""
+  ddp.local_steps(model, optimizer)"""
 ONE_MACHINE = (
     "On one machine a compressed exchange is no faster, because ranks exchange through memory: to "
     'see what compression gains on a slow link, read docs/worth.md ("Is it worth it?" on the site).'

@@ -75,7 +75,7 @@ def usual(scale: float = 1.0) -> dict[str, Compressor]:
         "fp8": hvd_gradcomp.FP8Compressor(),
         "int8": hvd_gradcomp.Int8Compressor(),
         "chunked-topk": hvd_gradcomp.ChunkedTopKCompressor(),
-        "chunked-topk-denser": fewer_exchanges.EIGHTH_EVERY_5.compressor,
+        "chunked-topk-denser": Local().compressor,
         "ok-topk": hvd_gradcomp.OkTopKCompressor(),
         "powersgd": hvd_gradcomp.PowerSGDCompressor(),
         "acp-sgd": hvd_gradcomp.ACPSGDCompressor(),
@@ -92,10 +92,10 @@ def usual(scale: float = 1.0) -> dict[str, Compressor]:
 
 def usual_in_step() -> dict[str, ExchangeMethod]:
     """Return the methods beside compressors of gradients by short name, with usual settings."""
-    int8, eighth = fewer_exchanges.INT8_EVERY_15, fewer_exchanges.EIGHTH_EVERY_5
+    int8 = fewer_exchanges.INT8_EVERY_15
     return {
         "local-int8": Local(int8.compressor, every=int8.every),
-        "local-chunked-topk": Local(eighth.compressor, every=eighth.every),
+        "local-chunked-topk": Local(),
         "momentum-onebit": Momentum(hvd_gradcomp.OneBitCompressor()),
     }
 

@@ -1,7 +1,7 @@
 """Methods of exchange that commands compare: in each step gradients or momenta, or local steps.
 
 "dgc", "QSGDCompressor(bits=4)"                 gradients, during backward
-"local(Int8Compressor(), every=15)"             `LocalSteps`
+"local()", "local(Int8Compressor(), every=15)"  `LocalSteps`
 "momentum(OneBitCompressor())"                  `MomentumExchange`
 """
 
@@ -10,7 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, LocalSchedule, OuterSGD
+from hvd_gradcomp.algorithms.combined.local_steps import (
+    AVERAGING,
+    EIGHTH,
+    LocalSchedule,
+    OuterSGD,
+)
 from hvd_gradcomp.algorithms.dense import as_compressor
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.method.compressor import Compressor
@@ -65,7 +70,7 @@ class Local(ExchangeMethod):
     """Method that exchanges the change of the parameters every so many steps: `LocalSteps`.
 
     Args:
-        compression: of the changes; None for none.
+        compression: of the changes, as `LocalSteps` has it by default; None for none.
         every: steps between two exchanges, at least 1.
         warmup_steps: first steps, in which gradients are averaged, dense.
         outer: the outer optimizer's settings.
@@ -78,7 +83,8 @@ class Local(ExchangeMethod):
     'local(None(), every=30)'
     """
 
-    every: int = 15
+    compression: Any = EIGHTH
+    every: int = 5
     warmup_steps: int = 0
     outer: OuterSGD = AVERAGING
 

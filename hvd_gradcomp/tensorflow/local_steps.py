@@ -19,10 +19,11 @@ import tensorflow as tf
 
 from hvd_gradcomp.algorithms.combined.local_steps import (
     AVERAGING,
+    EIGHTH,
     LocalSchedule,
     OuterSGD,
     cut,
-    warn_without_warmup,
+    warn_of_momentum,
 )
 from hvd_gradcomp.algorithms.combined.round_length import Every
 from hvd_gradcomp.algorithms.combined.wrappers import take_over
@@ -65,7 +66,7 @@ class LocalSteps(tf.Module):
     those of an exchange divided by `every`. The tape and the optimizer are plain ones::
 
         hvd.broadcast_variables(model.variables, 0)
-        local = hvd.LocalSteps(model.trainable_variables, **hvd.sparse_loco())
+        local = hvd.LocalSteps(model.trainable_variables)
         for x, y in batches:
             with tf.GradientTape() as tape:
                 loss = loss_of(y, model(x))
@@ -99,9 +100,9 @@ class LocalSteps(tf.Module):
     what is saved between exchanges is that rank's alone, and others' last steps are lost: call
     `exchange()` before. Nothing has to be called after a load.
 
-    Default: `every=15`, averaged and uncompressed, as trained in docs/papers.md. What reached a
-    loss soonest in docs/worth.md is `every=5` and `compression=ChunkedTopKCompressor(k=512,
-    values="int4", decay=1)`.
+    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`,
+    averaged, which reached a loss soonest in docs/worth.md: one element in 8, in 4 bits. With an
+    outer momentum give `compression=None`, for all elements, or `Int8Compressor()`.
 
     Args:
         variables: what the inner optimizer trains, of TensorFlow or Keras, in the same order on all
@@ -158,9 +159,9 @@ class LocalSteps(tf.Module):
     def __init__(
         self,
         variables: Sequence[Any],
-        every: Every = 15,
+        every: Every = 5,
         outer: OuterSGD = AVERAGING,
-        compression: Any = None,
+        compression: Any = EIGHTH,
         *,
         warmup_steps: int = 0,
         fragments: int = 1,
@@ -193,7 +194,7 @@ class LocalSteps(tf.Module):
             f"nonfinite={options.nonfinite}{'' if deadline is None else f', {deadline=}'}"
         )
         outer, compressor = _settled(outer, compressor)
-        warn_without_warmup(outer.momentum, compressor, warmup_steps)
+        warn_of_momentum(outer.momentum, compressor, warmup_steps)
         numbers = _titles.setdefault(process_set.process_set_id, UniqueNames("gradcomp.local"))
         title = f"{numbers.take()}.{process_set.process_set_id}"
         layers, averages = _exchangeable(variables), averages_of(optimizer)

@@ -7,7 +7,7 @@
     +trainers.compress(trainer, QSGDCompressor(bits=4))
      trainer.train()
 
-    +trainers.local_steps(trainer, every=15)  # instead: exchange every 15 steps
+    +trainers.local_steps(trainer)  # instead: exchange every 5 steps
 
 The trainer is the one of Hugging Face Transformers, Lightning's, or an `Accelerator`. None of these
 libraries is imported before it is used.
@@ -33,7 +33,7 @@ import torch.distributed.fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING
+from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, EIGHTH
 from hvd_gradcomp.algorithms.combined.round_length import Every
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.monitoring.reports import scalars
@@ -105,9 +105,9 @@ def compress(trainer: Any, compression: Any = None, **options: Any) -> Compresse
 
 def local_steps(
     trainer: Any,
-    every: Every = 15,
+    every: Every = 5,
     outer: Outer = AVERAGING,
-    compression: Any = None,
+    compression: Any = EIGHTH,
     **options: Any,
 ) -> LocalTraining:
     """Let the ranks of a trainer step alone, and exchange every so many steps; all ranks call it.
@@ -128,9 +128,9 @@ def local_steps(
     A scheduler of the trainer's drives the inner optimizer, and gradients are the rank's own: they
     are clipped by each rank's own norm, and accumulated as ever.
 
-    Default: `every=15`, averaged and uncompressed, as trained in docs/papers.md. What reached a
-    loss soonest in docs/worth.md is `every=5` and `compression=ChunkedTopKCompressor(k=512,
-    values="int4", decay=1)`.
+    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`,
+    averaged, which reached a loss soonest in docs/worth.md: one element in 8, in 4 bits. With an
+    outer momentum give `compression=None`, for all elements, or `Int8Compressor()`.
 
     Args:
         trainer: as in `compress`, with `DistributedDataParallel`, and one optimizer.

@@ -39,13 +39,10 @@ class Advice(NamedTuple):
         return f"{self.above:g} to {self.below:g}"
 
 
-LOCAL_STEPS = (
-    'local_steps(..., every=5, compression=ChunkedTopKCompressor(k=512, values="int4", decay=1))'
-)
 TABLE = (
     Advice(0.0, 0.5, None, "no compression", "or ask `advise`: local steps gained a fifth at most"),
     Advice(0.5, 1.0, QSGD, "QSGDCompressor(bits=4)", "ask `advise`: it may not pay"),
-    Advice(1.0, math.inf, EIGHTH_EVERY_5, LOCAL_STEPS, "tune the learning rate"),
+    Advice(1.0, math.inf, EIGHTH_EVERY_5, "local_steps(...)", "tune the learning rate"),
     Advice(
         1.0,
         math.inf,

@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from hvd_gradcomp.algorithms.combined.local_steps import EIGHTH
 from hvd_gradcomp.algorithms.quantized.narrow import Int8Compressor
 from hvd_gradcomp.algorithms.quantized.qsgd import QSGDCompressor
-from hvd_gradcomp.algorithms.sparse.chunked_topk import ChunkedTopKCompressor
 from hvd_gradcomp.method.compressor import Compressor
 from hvd_gradcomp.tuning.recommend import WORTH, Span
 
@@ -64,7 +64,7 @@ INT8_EVERY_5 = Setting(
 )
 INT8_EVERY_15 = Setting(Int8Compressor(), 15, {2: Span(1.19, 1.21, 1.24), 4: Span(1.65, 1.7, 1.76)})
 EIGHTH_EVERY_5 = Setting(
-    ChunkedTopKCompressor(k=512, values="int4", decay=1),
+    EIGHTH,
     5,
     {2: Span(1.04, 1.07, 1.11), 4: Span(1.22, 1.25, 1.28), 8: Span(1.51, 1.56, 1.62)},
 )

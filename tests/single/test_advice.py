@@ -394,10 +394,10 @@ def test_what_is_typed_is_what_is_recommended():
     for row in advice.TABLE:
         if row.setting is not None:
             assert row.setting in fewer_exchanges.LAW
-            names = {**vars(hvd_gradcomp), "local_steps": lambda _, **how: how}
+            names = {**vars(hvd_gradcomp), "local_steps": lambda _, **how: Local(**how)}
             typed = eval(row.typed, names)
             if row.setting.every > 1:
-                assert typed == {"every": row.setting.every, "compression": row.setting.compressor}
+                assert typed == Local(row.setting.compressor, every=row.setting.every)
             else:
                 assert typed == row.setting.compressor
     bounds = [(row.above, row.below) for row in advice.TABLE]

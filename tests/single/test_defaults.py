@@ -53,13 +53,12 @@ ENTRY_POINTS = {  # modules with local steps, and momenta
     "tensorflow/keras/momentum_exchange.py": ("MomentumExchange",),
 }
 EVERYWHERE = [(file, name) for file, names in ENTRY_POINTS.items() for name in names]
-OUTSIDE_TABLES = "## Settings that are not the defaults"
 SPAN = re.compile(r"`([^`]+)`")
 
 
-def local_steps(*_, compression=None, every=15, mesh=None):
+def local_steps(*_, mesh=None, **settings):
     del mesh
-    return Local(compression, every=every)
+    return Local(**settings)
 
 
 def momentum_exchange(*_, compression=None, **settings):
@@ -295,7 +294,7 @@ def test_entry_points_have_the_same_defaults(file, name):
     for setting, value in expected.settings.items():
         if setting in values or file != "torch/trainers.py":  # which passes others on
             assert ast.unparse(values[setting]) in (str(value), "AVERAGING"), setting
-    assert ast.unparse(values["compression"]) == "None"
+    assert ast.unparse(values["compression"]) == ("None" if momenta else "EIGHTH")
     (paragraph,) = documented(text, "Default:")
     first = "warmup_steps" if momenta else "every"
     assert f"`{first}={expected.settings[first]}`" in paragraph
@@ -324,16 +323,10 @@ def test_what_pages_recommend_was_measured(page):
         )
 
 
-def test_which_lists_the_settings_that_are_not_the_defaults():
+def test_what_is_recommended_is_the_default():
     text = without_tables_of_results((ROOT / "docs/which.md").read_text())
-    before, _, after = text.partition(OUTSIDE_TABLES)
-    section, _, rest = after.partition("\n## ")
-    listed = [method for _, method in methods_in(section) if not is_default(method)]
-    chosen = [method for _, method in methods_in(before + rest) if not is_default(method)]
-    assert chosen, "the recommended local steps are no default"
-    for method in chosen:
-        assert method in listed, f"{method} is not the default: say why under {OUTSIDE_TABLES!r}"
-    assert all(method in chosen for method in listed)
+    for code, method in methods_in(text):
+        assert is_default(method), f"docs/which.md: {code} is not the default"
 
 
 def test_commands_take_the_defaults():

@@ -73,9 +73,9 @@ def train(variables, local, steps, first=1, averages=False):
         local.step()
 
 
-def trained(steps, *how, **more):
+def trained(steps, *how, compression=None, **more):
     variables = network()
-    local = hvd.LocalSteps(variables, *how, **more)
+    local = hvd.LocalSteps(variables, *how, compression=compression, **more)
     train(variables, local, steps)
     return variables, local
 
@@ -501,7 +501,7 @@ def test_our_checkpoint_resumes_to_the_bit(mode, tmp_path):
 def test_statistics_count_local_steps(tmp_path):
     variables = network()
     buffers = [tf.Variable([1.0, 2.0], trainable=False), tf.Variable([3], trainable=False)]
-    local = hvd.LocalSteps(variables, 4, fragments=2, buffers=buffers)
+    local = hvd.LocalSteps(variables, 4, compression=None, fragments=2, buffers=buffers)
     writer = hvd.StatsWriter(local, every=4, writers=[hvd.JSONLines(tmp_path / "stats.jsonl")])
     for step in range(1, 9):
         train(variables, local, 1, step)
@@ -727,7 +727,7 @@ def test_bad_deadlines_of_the_callback(message):
 def test_rounds_with_a_deadline_have_about_as_many_steps():
     """A rank makes one more where its numbers come a moment later, and loses none."""
     variables, total = network(), np.zeros(ENDS[-1])
-    local = hvd.LocalSteps(variables, 4, hvd.OuterSGD(1.0, 0.0), warmup_steps=2, deadline=60.0)
+    local = hvd.LocalSteps(variables, 4, compression=None, warmup_steps=2, deadline=60.0)
     local.exchange()
     for step in range(1, 27):
         time.sleep(0.02)

@@ -11,7 +11,7 @@ import horovod.tensorflow as horovod
 import keras
 import tensorflow as tf
 
-from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, LocalSchedule, OuterSGD
+from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, EIGHTH, LocalSchedule, OuterSGD
 from hvd_gradcomp.algorithms.combined.round_length import Every
 from hvd_gradcomp.runtime.config_check import MismatchError
 from hvd_gradcomp.tensorflow import local_steps
@@ -29,7 +29,7 @@ class LocalSteps(keras.callbacks.Callback):
     ::
 
         model.compile(keras.optimizers.AdamW(1e-3), loss)
-        model.fit(x, y, callbacks=[hvd.callbacks.LocalSteps(**hvd.sparse_loco())])
+        model.fit(x, y, callbacks=[hvd.callbacks.LocalSteps()])
 
     The model is compiled with a plain optimizer, which keeps its own state on each rank, and is
     built. All ranks begin with the first rank's weights and optimizer; no
@@ -50,12 +50,12 @@ class LocalSteps(keras.callbacks.Callback):
 
     To resume, build the callback before the load, here and when saving::
 
-        local = hvd.callbacks.LocalSteps(every=15)
+        local = hvd.callbacks.LocalSteps()
         hvd.load_checkpoint(folder, model=model, local=local.build(model))
 
-    Default: `every=15`, averaged and uncompressed, as trained in docs/papers.md. What reached a
-    loss soonest in docs/worth.md is `every=5` and `compression=ChunkedTopKCompressor(k=512,
-    values="int4", decay=1)`.
+    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`,
+    averaged, which reached a loss soonest in docs/worth.md: one element in 8, in 4 bits. With an
+    outer momentum give `compression=None`, for all elements, or `Int8Compressor()`.
 
     Args:
         every: batches between two exchanges; a number, a `QuadraticRule`, or a function of the
@@ -89,9 +89,9 @@ class LocalSteps(keras.callbacks.Callback):
 
     def __init__(
         self,
-        every: Every = 15,
+        every: Every = 5,
         outer: OuterSGD = AVERAGING,
-        compression: Any = None,
+        compression: Any = EIGHTH,
         *,
         warmup_steps: int = 0,
         fragments: int = 1,

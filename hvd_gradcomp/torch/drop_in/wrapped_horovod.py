@@ -10,7 +10,7 @@ import horovod.torch as horovod
 import torch
 from horovod.torch import mpi_ops
 
-from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, LocalSchedule
+from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, EIGHTH, LocalSchedule
 from hvd_gradcomp.algorithms.combined.round_length import Every
 from hvd_gradcomp.runtime import hierarchy
 from hvd_gradcomp.runtime.program_runner import Participants
@@ -29,9 +29,9 @@ from hvd_gradcomp.torch.reduce.reducer_state import OF_OPTIMIZERS
 def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    every: Every = 15,
+    every: Every = 5,
     outer: Outer = AVERAGING,
-    compression: Any = None,
+    compression: Any = EIGHTH,
     *,
     warmup_steps: int = 0,
     fragments: int = 1,
@@ -50,8 +50,8 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
     with its error feedback, into an outer optimizer (Douillard et al. 2023, DiLoCo). Bytes a step
     are those of an exchange divided by `every`. ::
 
-        optimizer = hvd.LocalSteps(torch.optim.AdamW(model.parameters()), model.named_parameters(),
-                                   **hvd.sparse_loco())
+        adam = torch.optim.AdamW(model.parameters())
+        optimizer = hvd.LocalSteps(adam, model.named_parameters())
 
     Parameters, and the inner optimizer's state, differ between ranks from one exchange to the next.
     Evaluate and save the model after an exchange: the schedule's, or `optimizer.exchange()`, which
@@ -67,9 +67,9 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
     `optimizer.outer`. Per-sample and micro-batch moments are those of gradients, and refused:
     Variance and Hybrid take `moments="step"`.
 
-    Default: `every=15`, averaged and uncompressed, as trained in docs/papers.md. What reached a
-    loss soonest in docs/worth.md is `every=5` and `compression=ChunkedTopKCompressor(k=512,
-    values="int4", decay=1)`.
+    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`,
+    averaged, which reached a loss soonest in docs/worth.md: one element in 8, in 4 bits. With an
+    outer momentum give `compression=None`, for all elements, or `Int8Compressor()`.
 
     Args:
         optimizer: the inner one, any `torch.optim.Optimizer`; it keeps its own state on each rank.

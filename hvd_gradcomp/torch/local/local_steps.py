@@ -15,7 +15,7 @@ import torch
 
 from hvd_gradcomp.algorithms.combined.local_steps import (
     LocalSchedule,
-    warn_without_warmup,
+    warn_of_momentum,
 )
 from hvd_gradcomp.algorithms.combined.round_length import Round
 from hvd_gradcomp.checkpoint.schema import CheckpointError
@@ -119,7 +119,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self.named, self._names = list(named), [name for name, _ in named]
         self._outer = OuterOptimizer(outer, parameters, compression, stock)
         self.outer = self._outer.optimizer
-        warn_without_warmup(self._outer.momentum, self._outer.compressor, schedule.warmup_steps)
+        warn_of_momentum(self._outer.momentum, self._outer.compressor, schedule.warmup_steps)
         self.settings = f"{schedule}, outer={self._outer}, {nonfinite=}, {bucket_bytes=}"
         clock = None
         if schedule.deadline is not None:

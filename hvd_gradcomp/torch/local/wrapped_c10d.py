@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, LocalSchedule
+from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, EIGHTH, LocalSchedule
 from hvd_gradcomp.algorithms.combined.round_length import Every
 from hvd_gradcomp.runtime import config_check
 from hvd_gradcomp.runtime.config_check import Description
@@ -34,9 +34,9 @@ T = TypeVar("T", bound=WrappedOptimizer)
 def LocalSteps(  # noqa: N802 - as over Horovod
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
-    every: Every = 15,
+    every: Every = 5,
     outer: Outer = AVERAGING,
-    compression: Any = None,
+    compression: Any = EIGHTH,
     *,
     warmup_steps: int = 0,
     fragments: int = 1,
@@ -57,9 +57,9 @@ def LocalSteps(  # noqa: N802 - as over Horovod
     step, its reduction and its broadcast of buffers are switched off for good. It is left on if the
     two have a single rank in common. Sharded models are refused.
 
-    Default: `every=15`, averaged and uncompressed, as trained in docs/papers.md. What reached a
-    loss soonest in docs/worth.md is `every=5` and `compression=ChunkedTopKCompressor(k=512,
-    values="int4", decay=1)`.
+    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`,
+    averaged, which reached a loss soonest in docs/worth.md: one element in 8, in 4 bits. With an
+    outer momentum give `compression=None`, for all elements, or `Int8Compressor()`.
 
     Args:
         optimizer, named_parameters, every, outer, compression: as over Horovod.
@@ -101,9 +101,9 @@ def LocalSteps(  # noqa: N802 - as over Horovod
 def local_steps(
     model: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
-    every: Every = 15,
+    every: Every = 5,
     outer: Outer = AVERAGING,
-    compression: Any = None,
+    compression: Any = EIGHTH,
     *,
     warmup_steps: int = 0,
     fragments: int = 1,
@@ -122,7 +122,7 @@ def local_steps(
     libraries that wrap their model. All ranks call it, before the first forward::
 
         model = DistributedDataParallel(model)
-        optimizer = ddp.local_steps(model, torch.optim.AdamW(model.parameters()), every=15)
+        optimizer = ddp.local_steps(model, torch.optim.AdamW(model.parameters()))
 
     The process group of the model says who reduces in each step. If it is all ranks that take part,
     as by default, its reduction is switched off for good, and so is its broadcast of buffers: ranks
@@ -133,11 +133,11 @@ def local_steps(
 
         mesh = init_device_mesh("cuda", (hosts, ranks_of_a_host), mesh_dim_names=("hosts", "ranks"))
         model = DistributedDataParallel(model, device_mesh=mesh["ranks"])
-        optimizer = ddp.local_steps(model, torch.optim.AdamW(model.parameters()), every=15)
+        optimizer = ddp.local_steps(model, torch.optim.AdamW(model.parameters()))
 
-    Default: `every=15`, averaged and uncompressed, as trained in docs/papers.md. What reached a
-    loss soonest in docs/worth.md is `every=5` and `compression=ChunkedTopKCompressor(k=512,
-    values="int4", decay=1)`.
+    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`,
+    averaged, which reached a loss soonest in docs/worth.md: one element in 8, in 4 bits. With an
+    outer momentum give `compression=None`, for all elements, or `Int8Compressor()`.
 
     Args:
         model: a `DistributedDataParallel`, without a communication hook if its group is all ranks.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed.fsdp
 
-from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, LocalSchedule
+from hvd_gradcomp.algorithms.combined.local_steps import AVERAGING, EIGHTH, LocalSchedule
 from hvd_gradcomp.algorithms.combined.round_length import Every
 from hvd_gradcomp.runtime.step_header import Kind, StepHeader, compare, values
 from hvd_gradcomp.torch.comm.c10d import C10dBackend
@@ -41,9 +41,9 @@ def local_steps(
     optimizer: torch.optim.Optimizer,
     *,
     mesh: Any,
-    every: Every = 15,
+    every: Every = 5,
     outer: Outer = AVERAGING,
-    compression: Any = None,
+    compression: Any = EIGHTH,
     warmup_steps: int = 0,
     fragments: int = 1,
     delay: int = 0,
@@ -59,7 +59,7 @@ def local_steps(
         mesh = init_device_mesh("cuda", (hosts, ranks_of_a_host), mesh_dim_names=names)
         fully_shard(model, mesh=mesh["inside"])
         adam = torch.optim.AdamW(model.parameters())
-        optimizer = fsdp.local_steps(model, adam, mesh=mesh, every=15)
+        optimizer = fsdp.local_steps(model, adam, mesh=mesh)
 
     As `ddp.LocalSteps`, for what `fully_shard` has sharded inside of each host. All ranks of the
     mesh call it, with parameters that have data and are equal on all hosts. A rank exchanges its
@@ -71,9 +71,9 @@ def local_steps(
     mesh=mesh["inside"])` and `fsdp.compress(model, ..., mesh=mesh["hosts", "inside"])`. Each host
     of a site sends a part of its buckets to other sites.
 
-    Default: `every=15`, averaged and uncompressed, as trained in docs/papers.md. What reached a
-    loss soonest in docs/worth.md is `every=5` and `compression=ChunkedTopKCompressor(k=512,
-    values="int4", decay=1)`.
+    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`,
+    averaged, which reached a loss soonest in docs/worth.md: one element in 8, in 4 bits. With an
+    outer momentum give `compression=None`, for all elements, or `Int8Compressor()`.
 
     Args:
         model: what `fully_shard` returned.

@@ -1,7 +1,7 @@
 """Local steps over `torch.distributed` while ranks leave and come: no restart, no Horovod.
 
     elastic = ddp.Elastic("rendezvous-host:29400", min_ranks=2)
-    optimizer = ddp.LocalSteps(inner, model.named_parameters(), every=15)
+    optimizer = ddp.LocalSteps(inner, model.named_parameters())
     state = ddp.ElasticState(model, optimizer)
 
     @elastic.run

@@ -419,7 +419,7 @@ def three_levels():
     for p in plain.unused.parameters():
         p.requires_grad_(False)
     whole = Host(plain, mesh.get_group("hosts"))
-    ours = ddp.LocalSteps(sgd(plain), None, EVERY, process_group=across)
+    ours = ddp.LocalSteps(sgd(plain), None, EVERY, compression=None, process_group=across)
     for step in range(2 * EVERY + 1):
         train(model, optimizer, 1, step)
         ours.zero_grad()

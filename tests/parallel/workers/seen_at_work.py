@@ -109,7 +109,9 @@ def announced():
     for text, (lines, *others) in seen.items():
         assert len(lines) == 1 and text in lines[0], (text, lines)
         assert not any(others), (text, others)
-    assert not any(begun(lambda: wrapped(ddp.LocalSteps, every=1)))  # as dense as without it
+    assert not any(
+        begun(lambda: wrapped(ddp.LocalSteps, every=1, compression=None))
+    )  # as dense as without it
 
 
 def reduced(run):
@@ -134,8 +136,8 @@ def counted():
 
     # The reduction of DistributedDataParallel is switched off: nothing travels but the rounds.
     for make in (
-        lambda m: ddp.local_steps(m, adam(m), EVERY),
-        lambda m: ddp.LocalSteps(adam(m), m.named_parameters(), EVERY),
+        lambda m: ddp.local_steps(m, adam(m), EVERY, compression=None),
+        lambda m: ddp.LocalSteps(adam(m), m.named_parameters(), EVERY, compression=None),
     ):
         model = ddp_model()
         optimizer = make(model)
@@ -144,7 +146,7 @@ def counted():
         assert travelled >= ROUNDS * (LAYERS - 6)  # but for what is not used
     # Inside a host it stays on, and its traffic, which is no traffic between hosts, is left out.
     model = ddp_model(process_group=inside)
-    optimizer = ddp.local_steps(model, adam(model), EVERY, bucket_bytes=2500)
+    optimizer = ddp.local_steps(model, adam(model), EVERY, compression=None, bucket_bytes=2500)
     trained = sum(p.numel() for p in model.parameters())
     travelled = reduced(lambda: train(model, optimizer, steps))
     assert travelled > steps * (trained - 6)
@@ -159,9 +161,10 @@ def counted():
         for among in (False, True):
             model = make()
             if loss_of is loss:
-                optimizer = ddp.local_steps(model, adam(model), EVERY)
+                optimizer = ddp.local_steps(model, adam(model), EVERY, compression=None)
             else:
-                optimizer = fsdp.local_steps(model, adam(model), mesh=mesh, every=EVERY)
+                how = {"mesh": mesh, "every": EVERY, "compression": None}
+                optimizer = fsdp.local_steps(model, adam(model), **how)
             run = functools.partial(train, model, optimizer, steps, loss_of)
             if among:
                 among_others(run, steps)
@@ -178,7 +181,7 @@ def counted():
 def among_others(run, steps):
     """Train while a second model has local steps, a third one DDP, and the user evaluates."""
     second, third = plain_model(), DistributedDataParallel(Normed())
-    optimizer = ddp.LocalSteps(adam(second), second.named_parameters(), 2)
+    optimizer = ddp.LocalSteps(adam(second), second.named_parameters(), 2, compression=None)
     run()
     train(second, optimizer, steps)
     third(torch.randn(4, 12)).sum().backward()

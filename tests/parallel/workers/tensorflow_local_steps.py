@@ -73,14 +73,14 @@ def far(values, wanted):
 def against_the_papers():
     """Largest differences to the oracles, in float32."""
     variables, ranks = network(), hvd.size()
-    local = hvd.LocalSteps(variables, EVERY, DILOCO)
+    local = hvd.LocalSteps(variables, EVERY, DILOCO, None)
     train(variables, local, 8)
     outer, locals_ = oracle.diloco(numbers(0), inner, ranks, 8, EVERY, 0.7, 0.9)
     results = {
         "diloco": max(far(flat(variables), locals_[hvd.rank()]), far(globals_of(local), outer))
     }
     variables = network()
-    local = hvd.LocalSteps(variables, 4, DILOCO, fragments=3, delay=2)
+    local = hvd.LocalSteps(variables, 4, DILOCO, None, fragments=3, delay=2)
     train(variables, local, 13)
     parts = [slice(a, b) for a, b in zip(ENDS, ENDS[1:])]
     how = 4, 0.7, 0.9, parts, 2, 0.5
@@ -362,7 +362,7 @@ def fit_against_the_paper():
             return (w - 0.1 * 2 / y.size * x.T @ (x @ w - y)).reshape(-1)
 
         outer, _ = oracle.diloco(first.reshape(-1), step, hvd.size(), 8, 4, 0.7, 0.9)
-        fit(model, [hvd_keras.callbacks.LocalSteps(4, DILOCO)])
+        fit(model, [hvd_keras.callbacks.LocalSteps(4, DILOCO, None)])
         results[str(together)] = far(weights(model)[0].reshape(-1), outer)
     return results
 

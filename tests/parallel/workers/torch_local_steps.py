@@ -74,7 +74,7 @@ def averaging_is_stock():
     ends = []
     for wrap in (
         lambda sgd, named: hvd.DistributedOptimizer(sgd, named),
-        lambda sgd, named: hvd.LocalSteps(sgd, named, 1, hvd.OuterSGD(1.0, 0.0)),
+        lambda sgd, named: hvd.LocalSteps(sgd, named, 1, hvd.OuterSGD(1.0, 0.0), None),
     ):
         model = network()
         optimizer = wrap(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
