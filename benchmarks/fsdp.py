@@ -50,8 +50,8 @@ WAYS = (
     "DGCCompressor(density=0.01, momentum=0.0)",
     "ChunkedTopKCompressor()",
     "PowerSGDCompressor(rank=4)",
-    "local()",
-    "local(Int8Compressor())",
+    "local(NoneCompressor(), every=15)",
+    "local(Int8Compressor(), every=15)",
 )
 WIDTH, LAYERS, LENGTH, BATCH = 256, 4, 32, 4
 ROUNDS, FIRST = 15, 5  # steps that are measured, whole rounds of local steps, after so many

@@ -339,7 +339,7 @@ METHODS = (
         "all of the change, in 32 bits",
         ANY,
         in_step=Local(None),
-        chosen="to compare with",
+        chosen="for comparison",
     ),
     Method(
         "local_steps(..., **sparse_loco())",

@@ -79,7 +79,7 @@ def _claim(measured: Measured, key: str, text: str, said_by: str, other: str, ne
 
 
 def claims(measured: Measured) -> list[Claim]:
-    """Hold what `LocalSteps` does by default, and what it warns of, to the trainings."""
+    """Hold averaging and `diloco()`, and what `LocalSteps` warns of, to the trainings."""
     every = []
     for key, recipe in RECIPES.items():
         base = f"{key}/none"
@@ -87,9 +87,8 @@ def claims(measured: Measured) -> list[Claim]:
             _claim(
                 measured,
                 f"{key}/averaged",
-                f"{recipe.title}: averaging, the default, is at most {NEAR} nats behind gradients "
-                "in each step",
-                "default of `LocalSteps`",
+                f"{recipe.title}: averaging is at most {NEAR} nats behind gradients in each step",
+                "`OuterSGD()`",
                 base,
                 NEAR,
             ),
@@ -137,7 +136,7 @@ PART = Part(
         f"{STEPS} steps, two ranks with 8 windows each, an exchange every {EVERY} steps without "
         "compression. Embeddings begin with a standard deviation of 0.02 or 1; the inner rate is "
         "0.001 throughout, or has a linear warm-up to 0.003 for a tenth of the steps and falls to "
-        "a tenth by a cosine. `averaged` is the default of `LocalSteps`; Nesterov's outer momentum "
+        "a tenth by a cosine. `averaged` has `OuterSGD()`; Nesterov's outer momentum "
         f"is 0.9 at a rate of 0.7, with {DENSE_FIRST} dense first steps as `diloco()` has them, "
         f"with {SHORTER}, or from the first step. `here` is the loss on the last tenth of the text "
         "after a last exchange, less is better. Rates were not tuned."

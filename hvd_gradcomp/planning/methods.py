@@ -70,7 +70,7 @@ class Local(ExchangeMethod):
     """Method that exchanges the change of the parameters every so many steps: `LocalSteps`.
 
     Args:
-        compression: of the changes, as `LocalSteps` has it by default; None for none.
+        compression: of the changes; by default that of `LocalSteps`, None for none.
         every: steps between two exchanges, at least 1.
         warmup_steps: first steps, in which gradients are averaged, dense.
         outer: the outer optimizer's settings.

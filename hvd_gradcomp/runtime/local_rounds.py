@@ -125,6 +125,10 @@ class Fragment(ABC):
         """Drop what is in flight; the compressor's state is as before."""
 
     @abstractmethod
+    def forget(self) -> None:
+        """Reset what this rank's compressor keeps, such as what it has not sent."""
+
+    @abstractmethod
     def step(self, means: Tensors) -> None:
         """Step the outer optimizer, which moves the global parameters, by the pseudogradients."""
 
@@ -699,9 +703,10 @@ class LocalRounds:
             self._take_copies()
 
     def restart(self) -> None:
-        """Take this rank's parameters as the global ones; what is in flight is dropped."""
+        """Take this rank's parameters as the global ones; what is in flight or kept is dropped."""
         for fragment in self.fragments:
             fragment.drop()
+            fragment.forget()
         self.restart_clock()
         self._take_copies()
         self._compared = False

@@ -23,7 +23,7 @@ from hvd_gradcomp.algorithms.combined.local_steps import (
     LocalSchedule,
     OuterSGD,
     cut,
-    warn_of_momentum,
+    warn_of_settings,
 )
 from hvd_gradcomp.algorithms.combined.round_length import Every
 from hvd_gradcomp.algorithms.combined.wrappers import take_over
@@ -100,9 +100,10 @@ class LocalSteps(tf.Module):
     what is saved between exchanges is that rank's alone, and others' last steps are lost: call
     `exchange()` before. Nothing has to be called after a load.
 
-    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`,
-    averaged, which reached a loss soonest in docs/worth.md: one element in 8, in 4 bits. With an
-    outer momentum give `compression=None`, for all elements, or `Int8Compressor()`.
+    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`, with
+    the mean of changes as the outer step. It sends one element in 8, in 4 bits, and reached a loss
+    soonest in docs/worth.md. With an outer momentum, or a delay, give `compression=None`, which
+    sends all elements, or `Int8Compressor()`.
 
     Args:
         variables: what the inner optimizer trains, of TensorFlow or Keras, in the same order on all
@@ -112,8 +113,8 @@ class LocalSteps(tf.Module):
             Or a `QuadraticRule`, which exchanges more rarely as the rate of `optimizer=` falls; or
             a function of the steps so far, called when a round begins, which returns its steps, the
             same on all ranks. With moving averages in `optimizer=` a number.
-        outer: settings of the outer optimizer; the default averages variables. A momentum wants
-            `warmup_steps`, as `diloco()` gives them.
+        outer: settings of the outer optimizer; the default averages what ranks send. A momentum
+            wants `warmup_steps`, as `diloco()` gives them.
         compression: of the changes, as in `DistributedGradientTape`. Momentum correction (DGC, EGC)
             takes over the outer optimizer's momentum.
         warmup_steps: first steps, in which `reduce_gradients` averages gradients, dense.
@@ -194,7 +195,7 @@ class LocalSteps(tf.Module):
             f"nonfinite={options.nonfinite}{'' if deadline is None else f', {deadline=}'}"
         )
         outer, compressor = _settled(outer, compressor)
-        warn_of_momentum(outer.momentum, compressor, warmup_steps)
+        warn_of_settings(outer.momentum, compressor, self.schedule)
         numbers = _titles.setdefault(process_set.process_set_id, UniqueNames("gradcomp.local"))
         title = f"{numbers.take()}.{process_set.process_set_id}"
         layers, averages = _exchangeable(variables), averages_of(optimizer)
@@ -362,8 +363,9 @@ class LocalSteps(tf.Module):
         """Take this rank's variables as the global ones, after they were set in mid-training.
 
         All ranks call it, with equal variables: the next step compares them. What is on its way is
-        dropped. Not needed after a checkpoint was loaded that has this object in it. Another
-        LocalSteps that was made for these variables may no longer exchange them.
+        dropped, and so is what the compressor has not sent. Not needed after a checkpoint was
+        loaded that has this object in it. Another LocalSteps that was made for these variables may
+        no longer exchange them.
         """
         self.claim()
         self._rivals.forget()

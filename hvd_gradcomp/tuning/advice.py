@@ -39,10 +39,11 @@ class Advice(NamedTuple):
         return f"{self.above:g} to {self.below:g}"
 
 
+LOCAL_STEPS = "tune the learning rate; from 14 hosts on add `compression=Int8Compressor()`"
 TABLE = (
     Advice(0.0, 0.5, None, "no compression", "or ask `advise`: local steps gained a fifth at most"),
     Advice(0.5, 1.0, QSGD, "QSGDCompressor(bits=4)", "ask `advise`: it may not pay"),
-    Advice(1.0, math.inf, EIGHTH_EVERY_5, "local_steps(...)", "tune the learning rate"),
+    Advice(1.0, math.inf, EIGHTH_EVERY_5, "local_steps(...)", LOCAL_STEPS),
     Advice(
         1.0,
         math.inf,

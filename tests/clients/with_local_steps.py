@@ -32,9 +32,9 @@ from tests.clients.with_ddp import BATCH, CLIPPED, PASSES, SAMPLES, digest, netw
 EVERY, EPOCHS = 2, 2
 STEPS = SAMPLES // (2 * BATCH * PASSES)  # of an epoch, on two ranks
 HOW: dict[str, dict[str, Any]] = {
-    "averaged": {},
+    "averaged": {"compression": None},
     "compressed": {"compression": SparseGDCompressor(density=0.1)},
-    "streamed": {"fragments": 2, "delay": 1, "warmup_steps": 2},
+    "streamed": {"compression": None, "fragments": 2, "delay": 1, "warmup_steps": 2},
 }
 RESUMED = HOW["compressed"]
 OVERFLOWS = 37  # a sample of rank 1 in each library, from which no step is made with a scaler

@@ -176,7 +176,7 @@ def test_after_each_step_and_without_momentum_it_is_averaging(ranks, steps):
 
 
 @pytest.mark.parametrize("module", ["torch", "torch.ddp"])
-def test_by_default_parameters_are_averaged(module):
+def test_the_default_is_every_5_steps_an_eighth_averaged(module):
     """Every 5 steps, with one element in 8: what was measured to work."""
     make = importlib.import_module(f"hvd_gradcomp.{module}").LocalSteps
     defaults = inspect.signature(make).parameters
@@ -218,10 +218,26 @@ def test_an_outer_momentum_from_the_first_step_is_warned_of(
         (DILOCO, gc.Int8Compressor(), False),
     ],
 )
-def test_an_outer_momentum_with_few_elements_is_warned_of(outer, compression, warns, caplog):
+def test_an_outer_momentum_with_the_default_is_warned_of(outer, compression, warns, caplog):
     with caplog.at_level("WARNING", logger="hvd_gradcomp"):
         run(1, lambda rank: over(rank, Net(), LocalSchedule(4, 100), outer, compression))
-    assert ("give compression=None, as diloco() does" in caplog.text) == warns
+    assert ("an outer momentum of 0.9 with the default" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("compression", "delay", "blend", "warns"),
+    [
+        (EIGHTH, 1, None, True),
+        (EIGHTH, 1, 0.0, False),
+        (EIGHTH, 0, None, False),
+        (None, 1, None, False),
+    ],
+)
+def test_a_delay_with_the_default_is_warned_of(compression, delay, blend, warns, caplog):
+    schedule = LocalSchedule(4, delay=delay, blend=blend)
+    with caplog.at_level("WARNING", logger="hvd_gradcomp"):
+        run(1, lambda rank: over(rank, Net(), schedule, AVERAGING, compression))
+    assert ("delay=1 with the default" in caplog.text) == warns
 
 
 def test_diloco_begins_with_dense_steps():
@@ -668,6 +684,23 @@ def test_a_table_that_is_set_on_all_ranks_is_taken_over(restarts):
 
     for shared in whole(run(2, work)):
         assert torch.equal(shared, torch.arange(48.0).view(12, 4))
+
+
+def test_what_was_not_sent_before_a_restart_is_dropped():
+    def work(rank):
+        net = Net()
+        sparse = gc.SparseGDCompressor(density=0.1)
+        optimizer = over(rank, net, LocalSchedule(2), AVERAGING, sparse)
+        train(rank, net, optimizer, 4)
+        net.load_state_dict(Net().state_dict())
+        optimizer.restart()
+        for _ in range(2):
+            net.set_gradients(np.zeros(SIZE, np.float32))
+            optimizer.step()
+        return net.flat()
+
+    for values in whole(run(2, work)):
+        np.testing.assert_array_equal(values, START)
 
 
 def test_parameters_that_one_rank_sets_are_an_error_on_all_ranks():

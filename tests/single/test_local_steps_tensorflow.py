@@ -126,7 +126,7 @@ def test_an_outer_momentum_from_the_first_step_is_warned_of(how, warns, caplog):
     assert ("Give warmup_steps=200 or more" in caplog.text) == warns
 
 
-def test_by_default_variables_are_averaged():
+def test_without_compression_variables_are_averaged():
     """Averaging of one rank changes nothing."""
     x = START.astype(np.float64)
     for step in range(1, 9):
@@ -226,6 +226,16 @@ def test_variables_that_were_set():
     local.restart()
     np.testing.assert_array_equal(globals_of(local), 2 * START)
     assert local.is_exchanged
+
+
+def test_what_was_not_sent_before_a_restart_is_dropped():
+    variables, local = trained(4, 2, compression=hvd.SparseGDCompressor(density=0.1))
+    for v, value in zip(variables, network()):
+        v.assign(value)
+    local.restart()
+    for _ in range(2):
+        local.step()
+    np.testing.assert_array_equal(flat(variables), START)
 
 
 def test_half_precision_has_global_variables_in_float32():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import statistics
 import sys
 import time
@@ -16,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import traffic
+from benchmarks.places import __main__ as places
+from benchmarks.places.worker import PLACES
 from benchmarks.worth import __main__ as worth
 from benchmarks.worth import advised, lockstep, recipes, tables, timings, trainings
 from benchmarks.worth.methods import DENSE, MAIN, METHODS, PERIOD, PLAIN
@@ -41,6 +44,12 @@ def trained(results, method, loss, *, setting=SETTING, length=1.0, rate=0.006, s
 @pytest.fixture
 def results(tmp_path):
     return Results(tmp_path / "worth.json")
+
+
+def test_the_page_has_the_times_of_all_places():
+    measured = json.loads((ROOT / "docs/measured/places.json").read_text())
+    assert {row["place"] for row in measured["rows"]} == PLACES.keys()
+    assert places.table(measured) in (ROOT / "docs/worth.md").read_text()
 
 
 def test_a_file_is_read_as_it_was_written(results):

@@ -7,8 +7,9 @@ the global parameters, and all ranks go on from these.
 
 Sources: Douillard et al. 2023 (DiLoCo), Algorithm 1; Douillard et al. 2025 (Streaming DiLoCo),
 Algorithm 2, for fragments and overlap; Sarfi et al. 2025 (SparseLoCo), Algorithm 1; Lin et al. 2020
-(post-local SGD) for the steps that are exchanged one by one at the beginning. `LocalSteps` averages
-by default, as in McMahan et al. 2017 (FedAvg), which needs no tuning: DiLoCo's outer momentum does.
+(post-local SGD) for the steps that are exchanged one by one at the beginning. By default the outer
+optimizer adds the mean change, as in McMahan et al. 2017 (FedAvg), which needs no tuning: DiLoCo's
+outer momentum does.
 
 Here is what a step is due to do, and the outer optimizer's settings. The frontends run it.
 """
@@ -42,9 +43,9 @@ class OuterSGD:
     """Outer optimizer: SGD with momentum on pseudogradients `D`, as PyTorch computes it.
 
     `v = momentum * v + D`; then `global -= lr * (D + momentum * v)` with Nesterov's momentum, or
-    `global -= lr * v` without. `OuterSGD()` averages the ranks' parameters, which needs no tuning,
-    and on two ranks ended near dense gradients wherever it was measured. A momentum can end ahead
-    of it, but only behind dense first steps: `diloco()` has both.
+    `global -= lr * v` without. `OuterSGD()` averages what ranks send, which needs no tuning, and on
+    two ranks ended near dense gradients wherever it was measured. A momentum can end ahead of it,
+    but only behind dense first steps: `diloco()` has both.
 
     Args:
         lr: learning rate, positive.
@@ -70,7 +71,7 @@ class OuterSGD:
 
 
 AVERAGING = OuterSGD()
-"""Averages the ranks' parameters; the default of `LocalSteps`."""
+"""Averages what ranks send; the default of `LocalSteps`."""
 
 EIGHTH = ChunkedTopKCompressor(k=512, values="int4", decay=1)
 """Sends one element in 8 of a change, in 4 bits, and keeps what is not sent: the default compressor
@@ -78,35 +79,6 @@ of `LocalSteps`. With every 5 steps it reached a loss soonest in docs/worth.md."
 
 DILOCO = OuterSGD(lr=0.7, momentum=0.9)
 """Settings of Douillard et al. 2023: Nesterov's momentum 0.9, learning rate 0.7."""
-
-
-def warn_of_momentum(momentum: float, compressor: Compressor, warmup_steps: int) -> None:
-    """Log warnings of an outer momentum that was measured to lose.
-
-    It loses if it begins with the first step of a training, and if few elements are sent: by the
-    default compressor it ended 0.28 nats behind dense gradients, by `Int8Compressor()` 0.09
-    (docs/worth.md).
-
-    Args:
-        momentum: of the outer optimizer.
-        compressor: of the pseudogradients, which may apply a momentum in its place.
-        warmup_steps: dense first steps.
-    """
-    applied = momentum or (correction_of(compressor) or (0.0, False))[0]
-    if applied and not warmup_steps:
-        LOGGER.warning(
-            "an outer momentum of %g with warmup_steps=0: a model that was not trained before can "
-            "end far behind dense gradients. Give warmup_steps=200 or more, as diloco() does, or "
-            "average parameters: leave outer= and the compressor's momentum= out",
-            applied,
-        )
-    if momentum and compressor == EIGHTH:
-        LOGGER.warning(
-            "an outer momentum of %g with the default compressor, which sends one element in 8, "
-            "can end far behind dense gradients: give compression=None, as diloco() does, or "
-            "Int8Compressor()",
-            momentum,
-        )
 
 
 @dataclass(frozen=True)
@@ -253,6 +225,43 @@ class LocalSchedule:
         if sent <= round_.begun:
             round_ = Round(round_.begun - round_.before, round_.before)
         return self.sends(sent, round_)
+
+
+def warn_of_settings(momentum: float, compressor: Compressor, schedule: LocalSchedule) -> None:
+    """Log warnings of settings that do not go together.
+
+    An outer momentum loses if it begins with the first step of a training, and if few elements are
+    sent: every 15 steps it ended 0.28 nats behind dense gradients by the default compressor, and
+    0.09 by `Int8Compressor()` (docs/worth.md). With a delay the rank's own parameters are blended
+    in. They have what the compressor has not sent and keeps, so it would count twice.
+
+    Args:
+        momentum: of the outer optimizer.
+        compressor: of the pseudogradients, which may apply a momentum in its place.
+        schedule: of the exchanges.
+    """
+    applied = momentum or (correction_of(compressor) or (0.0, False))[0]
+    if applied and not schedule.warmup_steps:
+        LOGGER.warning(
+            "an outer momentum of %g with warmup_steps=0: a model that was not trained before can "
+            "end far behind dense gradients. Give warmup_steps=200 or more, as diloco() does, or "
+            "average parameters: leave outer= and the compressor's momentum= out",
+            applied,
+        )
+    if momentum and compressor == EIGHTH:
+        LOGGER.warning(
+            "an outer momentum of %g with the default compressor, which sends one element in 8, "
+            "can end far behind dense gradients: give compression=None, as diloco() does, or "
+            "Int8Compressor()",
+            momentum,
+        )
+    if schedule.delay and schedule.blend and compressor == EIGHTH:
+        LOGGER.warning(
+            "delay=%d with the default compressor, which keeps what it does not send: the rank's "
+            "own parameters, which are blended in, have it too. Give compression=None or "
+            "Int8Compressor()",
+            schedule.delay,
+        )
 
 
 def cut(sizes: Sequence[int], fragments: int) -> list[range]:

@@ -53,9 +53,10 @@ class LocalSteps(keras.callbacks.Callback):
         local = hvd.callbacks.LocalSteps()
         hvd.load_checkpoint(folder, model=model, local=local.build(model))
 
-    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`,
-    averaged, which reached a loss soonest in docs/worth.md: one element in 8, in 4 bits. With an
-    outer momentum give `compression=None`, for all elements, or `Int8Compressor()`.
+    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`, with
+    the mean of changes as the outer step. It sends one element in 8, in 4 bits, and reached a loss
+    soonest in docs/worth.md. With an outer momentum, or a delay, give `compression=None`, which
+    sends all elements, or `Int8Compressor()`.
 
     Args:
         every: batches between two exchanges; a number, a `QuadraticRule`, or a function of the

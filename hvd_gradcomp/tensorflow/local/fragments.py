@@ -144,6 +144,10 @@ class GraphFragment(Fragment):
         self._failure: Exception | None = None  # of one that has
         self.averages = GlobalAverages(sources, self.copies, averages, every)
         self.seconds_waited = 0.0
+        ops, shared = reducer.ops, self._shared
+        self._digests = tf.function(  # of thousands of small operations
+            lambda: checksums.digests_of(ops, [v.read_value() for v in shared]), autograph=False
+        )
         self.take_copies(keeps_equal=False)
 
     @property
@@ -185,8 +189,7 @@ class GraphFragment(Fragment):
         return self._call is not None or self._sent != _NOTHING
 
     def digest(self) -> int:
-        values = [v.read_value() for v in self._shared]
-        return zlib.crc32(checksums.digests_of(self.reducer.ops, values).numpy().tobytes())
+        return zlib.crc32(self._digests().numpy().tobytes())
 
     # -- an exchange ---------------------------------------------------------------------------
 
@@ -204,7 +207,9 @@ class GraphFragment(Fragment):
         not taken back.
         """
         return [
-            tf.cast(tf.cast(c, v.dtype), c.dtype) - value if v.trainable else None
+            (c if v.dtype == c.dtype else tf.cast(tf.cast(c, v.dtype), c.dtype)) - value
+            if v.trainable
+            else None
             for v, c, value in zip(self.sources, self.copies, self._values())
         ]
 
@@ -280,6 +285,9 @@ class GraphFragment(Fragment):
     def drop(self) -> None:
         self.settle()
         self._sent, self._failure = _NOTHING, None
+
+    def forget(self) -> None:
+        self.reducer.reset_local()
 
     def step(self, means: Sequence[Any]) -> None:
         """Step the outer optimizer by reduced pseudogradients; None stays where it is.

@@ -67,9 +67,10 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
     `optimizer.outer`. Per-sample and micro-batch moments are those of gradients, and refused:
     Variance and Hybrid take `moments="step"`.
 
-    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`,
-    averaged, which reached a loss soonest in docs/worth.md: one element in 8, in 4 bits. With an
-    outer momentum give `compression=None`, for all elements, or `Int8Compressor()`.
+    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`, with
+    the mean of changes as the outer step. It sends one element in 8, in 4 bits, and reached a loss
+    soonest in docs/worth.md. With an outer momentum, or a delay, give `compression=None`, which
+    sends all elements, or `Int8Compressor()`.
 
     Args:
         optimizer: the inner one, any `torch.optim.Optimizer`; it keeps its own state on each rank.
@@ -80,7 +81,7 @@ def LocalSteps(  # noqa: N802 - beside DistributedOptimizer
             function of the steps so far, called when a round begins, which returns its steps, the
             same on all ranks.
         outer: the outer optimizer's settings, an `OuterSGD`, or a function that makes an optimizer
-            from the list of global parameters. The default averages the ranks' parameters. A
+            from the list of global parameters. The default averages what ranks send. A
             momentum wants `warmup_steps`, unless the model was trained before: see `diloco`.
         compression: of the changes, as in `DistributedOptimizer`. Momentum correction (DGC, EGC)
             takes over the outer optimizer's momentum.

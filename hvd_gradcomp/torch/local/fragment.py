@@ -19,6 +19,7 @@ from hvd_gradcomp.torch.local.tensor_exchange import Connection, TensorExchange,
 from hvd_gradcomp.torch.reduce.bucket import Named, as_real
 from hvd_gradcomp.torch.reduce.options import ExchangeOptions
 from hvd_gradcomp.torch.reduce.reducer import copy_all
+from hvd_gradcomp.torch.reduce.reducer_state import reset_local
 
 _PRIME = 2**31 - 1
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -117,6 +118,9 @@ class TensorFragment(Fragment):
     def drop(self) -> None:
         self.exchange.abort()
         self.sent = None
+
+    def forget(self) -> None:
+        reset_local(self.exchange.reducer)
 
     @torch.no_grad()
     def step(self, means: Sequence[torch.Tensor]) -> None:

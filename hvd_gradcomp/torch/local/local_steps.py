@@ -15,7 +15,7 @@ import torch
 
 from hvd_gradcomp.algorithms.combined.local_steps import (
     LocalSchedule,
-    warn_of_momentum,
+    warn_of_settings,
 )
 from hvd_gradcomp.algorithms.combined.round_length import Round
 from hvd_gradcomp.checkpoint.schema import CheckpointError
@@ -119,7 +119,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self.named, self._names = list(named), [name for name, _ in named]
         self._outer = OuterOptimizer(outer, parameters, compression, stock)
         self.outer = self._outer.optimizer
-        warn_of_momentum(self._outer.momentum, self._outer.compressor, schedule.warmup_steps)
+        warn_of_settings(self._outer.momentum, self._outer.compressor, schedule)
         self.settings = f"{schedule}, outer={self._outer}, {nonfinite=}, {bucket_bytes=}"
         clock = None
         if schedule.deadline is not None:
@@ -215,7 +215,7 @@ class LocalStepsOptimizer(WrappedOptimizer):
         """Take this rank's parameters as the global ones, after they were set in mid-training.
 
         All ranks call it, with equal parameters, before the next forward: the next step compares
-        them. What travels is dropped.
+        them. What travels is dropped, and so is what the compressor has not sent.
 
         Not needed for what is set before the first step, or directly after an exchange without
         `blend`. Then parameters are the global ones, in the model's precision, and the next step

@@ -57,9 +57,10 @@ def LocalSteps(  # noqa: N802 - as over Horovod
     step, its reduction and its broadcast of buffers are switched off for good. It is left on if the
     two have a single rank in common. Sharded models are refused.
 
-    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`,
-    averaged, which reached a loss soonest in docs/worth.md: one element in 8, in 4 bits. With an
-    outer momentum give `compression=None`, for all elements, or `Int8Compressor()`.
+    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`, with
+    the mean of changes as the outer step. It sends one element in 8, in 4 bits, and reached a loss
+    soonest in docs/worth.md. With an outer momentum, or a delay, give `compression=None`, which
+    sends all elements, or `Int8Compressor()`.
 
     Args:
         optimizer, named_parameters, every, outer, compression: as over Horovod.
@@ -135,9 +136,10 @@ def local_steps(
         model = DistributedDataParallel(model, device_mesh=mesh["ranks"])
         optimizer = ddp.local_steps(model, torch.optim.AdamW(model.parameters()))
 
-    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`,
-    averaged, which reached a loss soonest in docs/worth.md: one element in 8, in 4 bits. With an
-    outer momentum give `compression=None`, for all elements, or `Int8Compressor()`.
+    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`, with
+    the mean of changes as the outer step. It sends one element in 8, in 4 bits, and reached a loss
+    soonest in docs/worth.md. With an outer momentum, or a delay, give `compression=None`, which
+    sends all elements, or `Int8Compressor()`.
 
     Args:
         model: a `DistributedDataParallel`, without a communication hook if its group is all ranks.

@@ -71,9 +71,10 @@ def local_steps(
     mesh=mesh["inside"])` and `fsdp.compress(model, ..., mesh=mesh["hosts", "inside"])`. Each host
     of a site sends a part of its buckets to other sites.
 
-    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`,
-    averaged, which reached a loss soonest in docs/worth.md: one element in 8, in 4 bits. With an
-    outer momentum give `compression=None`, for all elements, or `Int8Compressor()`.
+    Default: `every=5` and `compression=ChunkedTopKCompressor(k=512, values="int4", decay=1)`, with
+    the mean of changes as the outer step. It sends one element in 8, in 4 bits, and reached a loss
+    soonest in docs/worth.md. With an outer momentum, or a delay, give `compression=None`, which
+    sends all elements, or `Int8Compressor()`.
 
     Args:
         model: what `fully_shard` returned.
