@@ -64,6 +64,9 @@ class Number(Fragment):
     def drop(self):
         self.sent = None
 
+    def forget(self):
+        """Keep nothing, as ever: all of a change is sent."""
+
     def step(self, means):
         self.log.append(f"apply {self.name}")
         self.shared -= means[0]
