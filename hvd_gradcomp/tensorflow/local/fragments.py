@@ -144,10 +144,6 @@ class GraphFragment(Fragment):
         self._failure: Exception | None = None  # of one that has
         self.averages = GlobalAverages(sources, self.copies, averages, every)
         self.seconds_waited = 0.0
-        ops, shared = reducer.ops, self._shared
-        self._digests = tf.function(  # of thousands of small operations
-            lambda: checksums.digests_of(ops, [v.read_value() for v in shared]), autograph=False
-        )
         self.take_copies(keeps_equal=False)
 
     @property
@@ -189,7 +185,8 @@ class GraphFragment(Fragment):
         return self._call is not None or self._sent != _NOTHING
 
     def digest(self) -> int:
-        return zlib.crc32(self._digests().numpy().tobytes())
+        values = [v.read_value() for v in self._shared]
+        return zlib.crc32(checksums.digests_of(self.reducer.ops, values).numpy().tobytes())
 
     # -- an exchange ---------------------------------------------------------------------------
 
