@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import hvd_gradcomp
+from hvd_gradcomp.algorithms.combined.local_steps import EIGHTH
 from hvd_gradcomp.cli import launching, style
 from hvd_gradcomp.cli.output import in_folder, with_json, writing
 from hvd_gradcomp.core import registry
@@ -75,7 +76,7 @@ def usual(scale: float = 1.0) -> dict[str, Compressor]:
         "fp8": hvd_gradcomp.FP8Compressor(),
         "int8": hvd_gradcomp.Int8Compressor(),
         "chunked-topk": hvd_gradcomp.ChunkedTopKCompressor(),
-        "chunked-topk-denser": Local().compressor,
+        "chunked-topk-denser": EIGHTH,
         "ok-topk": hvd_gradcomp.OkTopKCompressor(),
         "powersgd": hvd_gradcomp.PowerSGDCompressor(),
         "acp-sgd": hvd_gradcomp.ACPSGDCompressor(),

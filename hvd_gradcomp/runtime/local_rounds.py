@@ -126,7 +126,7 @@ class Fragment(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Reset what this rank's compressor keeps, such as what it has not sent."""
+        """Drop what this rank's compressor has not sent; counts stay."""
 
     @abstractmethod
     def step(self, means: Tensors) -> None:

@@ -6,6 +6,7 @@ import copy
 import gc as gc_module
 import importlib
 import inspect
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -693,7 +694,11 @@ def test_what_was_not_sent_before_a_restart_is_dropped():
         optimizer = over(rank, net, LocalSchedule(2), AVERAGING, sparse)
         train(rank, net, optimizer, 4)
         net.load_state_dict(Net().state_dict())
+        before = optimizer.stats()
         optimizer.restart()
+        after = optimizer.stats()
+        assert replace(after, residual_norm=before.residual_norm) == before
+        assert after.residual_norm == 0 < before.residual_norm
         for _ in range(2):
             net.set_gradients(np.zeros(SIZE, np.float32))
             optimizer.step()

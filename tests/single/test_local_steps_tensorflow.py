@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 
 import keras
 import numpy as np
@@ -232,7 +233,11 @@ def test_what_was_not_sent_before_a_restart_is_dropped():
     variables, local = trained(4, 2, compression=hvd.SparseGDCompressor(density=0.1))
     for v, value in zip(variables, network()):
         v.assign(value)
+    before = hvd.compression_stats(local)
     local.restart()
+    after = hvd.compression_stats(local)
+    assert replace(after, residual_norm=before.residual_norm) == before
+    assert after.residual_norm == 0 < before.residual_norm
     for _ in range(2):
         local.step()
     np.testing.assert_array_equal(flat(variables), START)

@@ -124,9 +124,7 @@ __attribute__((target("avx2,bmi"))) static int64_t take_in_avx2(const collecting
   return count + take_in_plainly(how, of, run, n, of->index + count, of->bits + count);
 }
 
-AVX512 static int64_t take_in_avx512(const collecting *how,
-                                                                         const piece *of,
-                                                                         int64_t n) {
+AVX512 static int64_t take_in_avx512(const collecting *how, const piece *of, int64_t n) {
   const __m512 momentum = _mm512_set1_ps(how->momentum), beyond = _mm512_set1_ps(of->beyond);
   __m512 squares[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(),
                        _mm512_setzero_ps()};

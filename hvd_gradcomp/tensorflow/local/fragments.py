@@ -185,7 +185,10 @@ class GraphFragment(Fragment):
         return self._call is not None or self._sent != _NOTHING
 
     def digest(self) -> int:
-        values = [v.read_value() for v in self._shared]
+        by_dtype: dict[tf.DType, list[tf.Tensor]] = {}  # one after another takes many operations
+        for v in self._shared:
+            by_dtype.setdefault(v.dtype, []).append(tf.reshape(v, (-1,)))
+        values = [tf.concat(parts, 0) for parts in by_dtype.values()]
         return zlib.crc32(checksums.digests_of(self.reducer.ops, values).numpy().tobytes())
 
     # -- an exchange ---------------------------------------------------------------------------
@@ -284,7 +287,7 @@ class GraphFragment(Fragment):
         self._sent, self._failure = _NOTHING, None
 
     def forget(self) -> None:
-        self.reducer.reset_local()
+        self.reducer.planner.reset_local(counts=False)
 
     def step(self, means: Sequence[Any]) -> None:
         """Step the outer optimizer by reduced pseudogradients; None stays where it is.

@@ -305,11 +305,15 @@ class BucketPlanner:
         if self.snapshot is not None:
             self.snapshot.restore()
 
-    def reset_local(self) -> None:
-        """Reset what belongs to this rank alone to its value before the first step."""
+    def reset_local(self, counts: bool = True) -> None:
+        """Reset what belongs to this rank alone to its value before the first step.
+
+        Args:
+            counts: whole numbers too, such as those of elements that were sent.
+        """
         for bucket in self.buckets:
             for variable, (_, value) in zip(bucket.variables, leaves(bucket.template)):
-                if is_rank_local(variable):
+                if is_rank_local(variable) and (counts or variable.dtype.is_floating):
                     variable.assign(value)
 
     def retrain(self, steps: int) -> None:

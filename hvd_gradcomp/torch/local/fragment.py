@@ -120,7 +120,7 @@ class TensorFragment(Fragment):
         self.sent = None
 
     def forget(self) -> None:
-        reset_local(self.exchange.reducer)
+        reset_local(self.exchange.reducer, counts=False)
 
     @torch.no_grad()
     def step(self, means: Sequence[torch.Tensor]) -> None:

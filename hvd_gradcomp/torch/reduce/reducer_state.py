@@ -375,13 +375,20 @@ def squares(reducer: Reducer) -> float:
     return sum(float(x.double().square().sum()) for x in residuals if x is not None)
 
 
-def reset_local(reducer: Reducer) -> None:
-    """Reset this rank's own state, but not replicated fields, to that before the first step."""
+def reset_local(reducer: Reducer, counts: bool = True) -> None:
+    """Reset this rank's own state, but not replicated fields, to that before the first step.
+
+    Args:
+        reducer: whose buckets have the state.
+        counts: reset whole numbers too, such as those of elements that were sent.
+    """
     ranks = reducer.participants.process_set.size()
     for bucket in reducer.buckets:
         start = leaves(bucket.compressor.start(bucket.ops, bucket.layout, ranks))
         values = [
-            x if is_replicated(bucket.compressor, path) else initial
+            x
+            if is_replicated(bucket.compressor, path) or not (counts or x.is_floating_point())
+            else initial
             for (path, x), (_, initial) in zip(leaves(bucket.state), start)
         ]
         bucket.state = with_leaves(bucket.state, values)
