@@ -153,10 +153,12 @@ class TensorFragment(Fragment):
         """Take over what was set since this rank's parameters were the global ones.
 
         That is what has other values, but for rows of embeddings that a forward has shortened:
-        each rank looks up others, so these are part of its training.
+        each rank looks up others, so these are part of its training. What this rank has not sent
+        of these elements is dropped.
         """
         if self.moved:
             return
+        places = {}
         for place, (c, part) in enumerate(zip(self.copies, self._parts)):
             if part.device.type == "cpu" and _has_bits(part, c):  # nearly always
                 continue
@@ -165,6 +167,9 @@ class TensorFragment(Fragment):
                 rows = c.detach().to(part.dtype)
                 is_set &= ~was_shortened(self._tables[place], rows, part).unsqueeze(1)
             c.copy_(torch.where(is_set, part.to(c.dtype), c))
+            places[place] = is_set
+        if places:
+            self.exchange.forget(places)
 
     @torch.no_grad()
     def before_warm_step(self) -> None:

@@ -7,7 +7,7 @@ all are run to their ends, in the same order on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -308,6 +308,24 @@ class TensorExchange(Exchange):
 
     def rollback(self) -> None:
         self.reducer.rollback()
+
+    @torch.no_grad()
+    def forget(self, places: Mapping[int, torch.Tensor]) -> None:
+        """Drop what this rank has not sent of some elements.
+
+        Args:
+            places: True for these elements, by the place of their tensor, in its shape.
+        """
+        by_bucket: dict[int, dict[int, torch.Tensor]] = {}
+        for place, chosen in places.items():
+            shape = self._shapes[place]
+            if shape.numel():
+                bucket, slot = self.reducer.planner.places[shape]
+                chosen = chosen.unsqueeze(-1) if shape.is_complex() else chosen
+                by_bucket.setdefault(id(bucket), {})[slot] = chosen
+        for bucket in self.reducer.buckets:
+            if id(bucket) in by_bucket:
+                bucket.forget(by_bucket[id(bucket)])
 
     def abort(self) -> None:
         """Drop an exchange that was started, on all ranks; the state is as before it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,13 @@ import torch
 
 from hvd_gradcomp.core.collectives import Inside
 from hvd_gradcomp.core.layout import Layout
-from hvd_gradcomp.method.compressor import Compressor, State, leaves
+from hvd_gradcomp.method.compressor import (
+    Compressor,
+    State,
+    is_replicated,
+    leaves,
+    with_leaves,
+)
 from hvd_gradcomp.method.learned import retrained
 from hvd_gradcomp.ops.torch import TorchOps
 from hvd_gradcomp.runtime.program_runner import PendingCollective, ProgramRunner
@@ -231,6 +237,23 @@ class Bucket:
                     for piece, value in zip(self._frozen_views(vector), self.frozen_state[path]):
                         piece.copy_(value)
         self.frozen_state.clear()
+
+    def forget(self, places: Mapping[int, torch.Tensor]) -> None:
+        """Set this rank's own state of some elements to zero; counts and shared state stay.
+
+        The tensors that have it now stay as they are: others may refer to them.
+
+        Args:
+            places: True for these elements, by slot, of shapes that broadcast to the layers'.
+        """
+        new = {}
+        for path, vector in self._vectors(self.state):
+            if vector.is_floating_point() and not is_replicated(self.compressor, path):
+                new[path] = vector.clone()
+                for slot, chosen in places.items():
+                    self.layer(new[path], slot).masked_fill_(chosen, 0.0)
+        values = [new.get(path, x) for path, x in leaves(self.state)]
+        self.state = with_leaves(self.state, values)
 
     def _vectors(self, state: State) -> list[tuple[str, torch.Tensor]]:
         """Return the tensors of a state that have one entry for each element of the bucket."""

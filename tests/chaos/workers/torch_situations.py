@@ -343,7 +343,7 @@ def renormalized(case: Case) -> Any:
     module = model_of(table=True)
     function = ddp.LocalSteps if case.host.startswith("ddp") else hvd.LocalSteps
     inner, named = inner_of(case.host, module), module.named_parameters()
-    optimizer = function(inner, named, EVERY, hvd.OuterSGD(1, 0))
+    optimizer = function(inner, named, EVERY, hvd.OuterSGD(1, 0), None)
     trace = train(Training(module, module, optimizer, table=True))
     module = model_of(table=True)
     plain = Training(module, module, inner_of(case.host, module), table=True)
