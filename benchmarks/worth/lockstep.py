@@ -18,7 +18,7 @@ from torch import nn
 import hvd_gradcomp
 from benchmarks.ratios import of_round
 from benchmarks.worth.methods import METHODS
-from benchmarks.worth.recipes import RECIPES, Recipe, Task, share, task
+from benchmarks.worth.recipes import RECIPES, Recipe, Task, precision, share, task
 from benchmarks.worth.results import Run
 from hvd_gradcomp import Compressor, NoneCompressor, OuterSGD
 from hvd_gradcomp.core.layout import Layout
@@ -152,7 +152,9 @@ class Training:
         if self._outer is not None and (self._made - self._first) % self._every:
             self._round(self._outer)
         sums = data.sums(self.replicas[0].model)
-        return {"loss": float(sums[0] / sums[1]), **row, "lockstep": True}
+        dtype = precision(self._begun.device.type)
+        loss = {"loss": float(sums[0] / sums[1]), "precision": str(dtype)[6:]}
+        return {**loss, **row, "lockstep": True}
 
 
 def _put(layout: Layout, flat: torch.Tensor, tensors: list[Any]) -> None:

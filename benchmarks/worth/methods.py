@@ -71,6 +71,7 @@ METHODS = {
     "local-int8": Method("every 15, averaged, Int8", "Int8Compressor()", "every=15", sure=True),
     "local-int8-5": Method("every 5, averaged, Int8", "Int8Compressor()", "every=5", sure=True),
     "eighth-5": Method("every 5, averaged, 1/8 in 4 bits", EIGHTH, "every=5", sure=True),
+    "eighth-15": Method("every 15, averaged, 1/8 in 4 bits", EIGHTH, "every=15"),
     "quarter-5": Method("every 5, averaged, 1/4 in 4 bits", QUARTER, "every=5"),
     "sparse-15": Method("every 15, averaged, SparseLoCo", "ChunkedTopKCompressor()", "every=15"),
     "nesterov": Method("every 15, Nesterov", local=f"every=15, {NESTEROV}"),

@@ -7,13 +7,18 @@ from collections.abc import Sequence
 
 from benchmarks.worth.methods import DENSE, METHODS
 from benchmarks.worth.recipes import RECIPES
-from benchmarks.worth.results import LENGTHS, Results, Setting, spread
+from benchmarks.worth.results import LENGTHS, Results, Row, Setting, spread
 
 
 def _rows(heads: list[str], rows: list[list[str]], texts: int = 1) -> str:
     """Return a table whose first columns are texts, and the others numbers."""
     lines = [heads, [*["---"] * texts, *["--:"] * (len(heads) - texts)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _mark(row: Row) -> str:
+    """Return a mark for trainings whose products were not in bfloat16."""
+    return "" if row.get("precision", "bfloat16") == "bfloat16" else "\\*"
 
 
 def losses(results: Results, setting: Setting) -> str:
@@ -25,7 +30,7 @@ def losses(results: Results, setting: Setting) -> str:
         cells = [METHODS[method].title]
         for rate in rates:
             one = results.losses(setting, method=method, length=1.0, rate=rate, seed=1)
-            cells.append("".join(f"{loss:.3f}" for loss in one.values()))
+            cells.append("".join(f"{x:.3f}{_mark(results.trained[run])}" for run, x in one.items()))
         at_best = results.at_best(setting, method)
         if not at_best:
             continue

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hvd_gradcomp
 from benchmarks.worth.methods import METHODS, PERIOD, Method
-from benchmarks.worth.recipes import RECIPES, Task, share, task
+from benchmarks.worth.recipes import RECIPES, Task, precision, share, task
 from benchmarks.worth.results import Run
 from benchmarks.worth.trainings import MARK
 from hvd_gradcomp.torch import ddp
@@ -156,7 +156,9 @@ class Training:
         part = max(1, len(losses) // NOTES)
         curve = [round(x.mean().item() / dist.get_world_size(), 4) for x in losses.split(part)]
         right = {"correct": sums[2].item() / sums[1].item()} if len(sums) > 2 else {}
-        return {"loss": sums[0].item() / sums[1].item(), **right, "curve": curve}
+        dtype = precision(self.parameters[0].device.type)
+        row = {"loss": sums[0].item() / sums[1].item(), "precision": str(dtype)[6:]}
+        return {**row, **right, "curve": curve}
 
     def bytes_a_step(self) -> float:
         """Return the bytes that this rank has handed to collectives, by step."""

@@ -297,7 +297,7 @@ def test_all_of_lockstep_is_on_its_device(folder, method, monkeypatch):
     """On "meta" a tensor of the host's would be an error, and so would a read by the host."""
     made = {"meta": traffic.WithoutData(kernels=False)}
     monkeypatch.setattr(lockstep, "TorchOps", made.pop)
-    monkeypatch.setattr(torch, "autocast", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(recipes, "autocast", lambda _: contextlib.nullcontext())
     monkeypatch.setitem(recipes.SHAPES, SMALL, recipes.Shape(32, 1))
     monkeypatch.setitem(RECIPES, SMALL, replace(RECIPES[SMALL], warmup_steps=1))
     tasks = [recipes.task(SMALL, 2, rank, 2, folder) for rank in range(2)]
@@ -305,6 +305,27 @@ def test_all_of_lockstep_is_on_its_device(folder, method, monkeypatch):
     for _ in range(PERIOD + 1 if METHODS[method].local else 2):
         training.step()
     assert {p.device.type for each in training.replicas for p in each.parameters} == {"meta"}
+
+
+@pytest.mark.parametrize("name", ["amx_bf16", "avx512_bf16", "bf16", "avx2"])
+def test_products_are_in_bfloat16_where_it_is_quick(name, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {name: True}, raising=False)
+    recipes.precision.cache_clear()
+    expected = torch.float32 if name == "avx2" else torch.bfloat16
+    with recipes.autocast("cpu"):
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+    assert recipes.precision("cpu") == product.dtype == expected
+    assert recipes.precision("cuda") == torch.bfloat16
+    recipes.precision.cache_clear()
+
+
+def test_trainings_in_float32_are_marked(results):
+    for method, precision in ((DENSE, "bfloat16"), ("qsgd", "float32")):
+        trained(results, method, 1.5)
+        [run] = results.losses(SETTING, method=method)
+        results.trained[run]["precision"] = precision
+    lines = tables.losses(results, SETTING).splitlines()
+    assert ["1.500\\*" in line for line in lines] == ["QSGD" in line for line in lines]
 
 
 class Clocked:
