@@ -23,6 +23,13 @@ from benchmarks.places.clock import (
     WORDS,
     Clock,
 )
+from hvd_gradcomp.ops import native
+from hvd_gradcomp.ops.tensorflow import TensorFlowOps
+
+tf.config.threading.set_intra_op_parallelism_threads(1)
+tf.config.threading.set_inter_op_parallelism_threads(1)
+if native.enabled() and TensorFlowOps().native is None:
+    raise SystemExit("the operations for TensorFlow are not built: hvd-gradcomp build")
 
 
 def gpt() -> Any:

@@ -682,11 +682,16 @@ def test_without_a_library_it_is_reference_ops(elsewhere, caplog):
 
 
 def test_one_for_another_tensorflow_is_not_loaded(elsewhere, caplog):
-    caplog.set_level(logging.INFO, "hvd_gradcomp")
     (elsewhere / "_tensorflow-1.15.0-01234567.so").write_text("never looked at")
     assert building.others(tf.__version__) == ["1.15.0"]
     assert library.__wrapped__() is None
     assert "only for 1.15.0" in caplog.text
+
+
+def test_one_of_another_source_is_said_and_left_out(elsewhere, caplog):
+    (elsewhere / f"_tensorflow-{tf.__version__}-01234567.so").write_text("never looked at")
+    assert library.__wrapped__() is None
+    assert f"not built for TensorFlow {tf.__version__} and the present source" in caplog.text
 
 
 def test_one_that_does_not_load_is_said_and_left_out(elsewhere, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -35,11 +36,16 @@ def library() -> Any:
             )
             return None
     others = building.others(tf.__version__)
-    LOGGER.info(
+    built = any(building.HERE.glob("_tensorflow-*.so"))  # and TensorFlow, or the source, is newer
+    where = f", only for {', '.join(others)}" if others else ""
+    if built and not others:
+        where = " and the present source"
+    LOGGER.log(
+        logging.WARNING if built else logging.INFO,
         "hvd_gradcomp's operations are not built for TensorFlow %s%s: compression is slower. "
         "`hvd-gradcomp build` builds them",
         tf.__version__,
-        f", only for {', '.join(others)}" if others else "",
+        where,
     )
     return None
 

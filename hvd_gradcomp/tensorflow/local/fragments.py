@@ -21,7 +21,6 @@ from hvd_gradcomp.runtime.local_rounds import Agreement, Exchange, Fragment
 from hvd_gradcomp.tensorflow.interop.background_call import BackgroundCall
 from hvd_gradcomp.tensorflow.interop.moving_averages import GlobalAverages, MovingAverage
 from hvd_gradcomp.tensorflow.interop.variables import new_variable, plain_variable, where_set
-from hvd_gradcomp.tensorflow.reduce import checksums
 from hvd_gradcomp.tensorflow.reduce.buckets import bytes_of
 from hvd_gradcomp.tensorflow.reduce.reducer import GraphReducer
 
@@ -185,11 +184,10 @@ class GraphFragment(Fragment):
         return self._call is not None or self._sent != _NOTHING
 
     def digest(self) -> int:
-        by_dtype: dict[tf.DType, list[tf.Tensor]] = {}  # one after another takes many operations
+        checksum = 0
         for v in self._shared:
-            by_dtype.setdefault(v.dtype, []).append(tf.reshape(v, (-1,)))
-        values = [tf.concat(parts, 0) for parts in by_dtype.values()]
-        return zlib.crc32(checksums.digests_of(self.reducer.ops, values).numpy().tobytes())
+            checksum = zlib.crc32(v.numpy().reshape(-1).view("uint8"), checksum)
+        return checksum
 
     # -- an exchange ---------------------------------------------------------------------------
 
@@ -294,7 +292,8 @@ class GraphFragment(Fragment):
 
         Then the constraints of the model's variables hold for the global ones.
         """
-        outer, rate = self._outer, self._rate
+        outer = self._outer
+        rates = {dtype: tf.cast(self._rate, dtype) for dtype in {c.dtype for c in self.copies}}
         for place, (v, c, mean) in enumerate(zip(self.sources, self.copies, means)):
             if mean is None or not v.trainable:
                 continue
@@ -303,15 +302,18 @@ class GraphFragment(Fragment):
                 velocity = self._velocities[place]
                 velocity.assign(outer.momentum * velocity + mean)
                 change = mean + outer.momentum * velocity if outer.nesterov else velocity
-            c.assign(_constrained(v, c - tf.cast(rate, c.dtype) * change))
+            c.assign(_constrained(v, c - rates[c.dtype] * change))
         self.averages.update()
 
     # -- global variables and those of the rank ------------------------------------------------
 
     def hand_out(self, blend: float) -> None:
-        for v, c, value in zip(self.sources, self.copies, self._values()):
-            mixed = _constrained(v, blend * value + (1.0 - blend) * c) if blend else c
-            v.assign(tf.cast(mixed, plain_variable(v).dtype))
+        for v, c in zip(self.sources, self.copies):
+            plain, mixed = plain_variable(v), c.read_value()
+            if blend:
+                value = tf.cast(plain.read_value(), c.dtype)
+                mixed = _constrained(v, blend * value + (1.0 - blend) * mixed)
+            plain.assign(tf.cast(mixed, plain.dtype))
         self.averages.hand_out()
         if not blend:
             self.moved = 0
