@@ -296,11 +296,11 @@ class Compressor(ABC):
         if all(exchange.kind == "dense" for exchange in known):
             reason = (
                 "the payloads of all others would bring each rank more than dense gradients, so "
-                f"what is sent is added up by an allreduce of {4 * elements:,} bytes a step"
+                f"what is sent is added up by an allreduce of {4 * elements:,} bytes each time"
             )
         else:
             reason = (
-                f"each rank receives {received:,.0f} bytes a step, and {dense:,.0f} with dense "
+                f"each rank receives {received:,.0f} bytes each time, and {dense:,.0f} with dense "
                 "gradients"
             )
         return [
@@ -324,7 +324,7 @@ class Compressor(ABC):
             dense: bytes of their gradients.
         """
         return (
-            f"no layer is compressed: all {len(names)} are sent dense, {dense:,} bytes a step, "
+            f"no layer is compressed: all {len(names)} are sent dense, {dense:,} bytes each time, "
             "since none would take less, or none is of the kind that the method is for. Use "
             "compression=None, or another method; hvd.describe lists the layers. It is "
             f"{self}"

@@ -30,6 +30,7 @@ from hvd_gradcomp.algorithms.combined.wrappers import take_over
 from hvd_gradcomp.core import validate
 from hvd_gradcomp.core.layers import Layer
 from hvd_gradcomp.method.compressor import Compressor
+from hvd_gradcomp.method.handover import residual_of
 from hvd_gradcomp.planning.announcement import announce, announcement
 from hvd_gradcomp.runtime.local_rounds import LocalRounds
 from hvd_gradcomp.runtime.round_clock import RoundClock
@@ -195,7 +196,6 @@ class LocalSteps(tf.Module):
             f"nonfinite={options.nonfinite}{'' if deadline is None else f', {deadline=}'}"
         )
         outer, compressor = _settled(outer, compressor)
-        warn_of_settings(outer.momentum, compressor, self.schedule)
         numbers = _titles.setdefault(process_set.process_set_id, UniqueNames("gradcomp.local"))
         title = f"{numbers.take()}.{process_set.process_set_id}"
         layers, averages = _exchangeable(variables), averages_of(optimizer)
@@ -224,6 +224,9 @@ class LocalSteps(tf.Module):
             )
             for number, part in enumerate(cut([prod(s) for _, s, _ in layers], fragments))
         ]
+        buckets = [b for reducer in self.reducers for b in reducer.buckets]
+        keeps_unsent = any(residual_of(b.compressor, b.state) is not None for b in buckets)
+        warn_of_settings(outer.momentum, compressor, self.schedule, keeps_unsent)
         self._averages = GradientAverage(
             layers, title, process_set, bool(warmup_steps), has_neighbours
         )

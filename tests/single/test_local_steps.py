@@ -229,16 +229,20 @@ def test_an_outer_momentum_with_the_default_is_warned_of(outer, compression, war
     ("compression", "delay", "blend", "warns"),
     [
         (EIGHTH, 1, None, True),
+        (gc.ChunkedTopKCompressor(), 1, None, True),
+        (gc.SparseGDCompressor(), 1, None, True),
+        (gc.RandomKCompressor(feedback=False), 1, None, False),
+        (gc.Int8Compressor(), 1, None, False),
         (EIGHTH, 1, 0.0, False),
         (EIGHTH, 0, None, False),
         (None, 1, None, False),
     ],
 )
-def test_a_delay_with_the_default_is_warned_of(compression, delay, blend, warns, caplog):
+def test_a_delay_with_a_residual_is_warned_of(compression, delay, blend, warns, caplog):
     schedule = LocalSchedule(4, delay=delay, blend=blend)
     with caplog.at_level("WARNING", logger="hvd_gradcomp"):
         run(1, lambda rank: over(rank, Net(), schedule, AVERAGING, compression))
-    assert ("delay=1 with the default" in caplog.text) == warns
+    assert ("delay=1 with a compressor that keeps" in caplog.text) == warns
 
 
 def test_diloco_begins_with_dense_steps():
@@ -706,6 +710,45 @@ def test_what_was_not_sent_before_a_restart_is_dropped():
 
     for values in whole(run(2, work)):
         np.testing.assert_array_equal(values, START)
+
+
+@pytest.mark.parametrize("name", ["sparse", "onebit", "eighth"])
+def test_what_was_not_sent_of_parameters_that_are_set_is_dropped(name):
+    """Without a restart too, and of those parameters alone."""
+    method = {
+        "sparse": gc.SparseGDCompressor(density=0.1),
+        "onebit": gc.OneBitCompressor(),
+        "eighth": EIGHTH,
+    }[name]
+
+    def unsent(optimizer):
+        reducer = optimizer.reducers[0]
+        layers = {}
+        for bucket in reducer.buckets:
+            residual = residual_of(bucket.compressor, bucket.state)
+            layers |= zip(bucket.layout.names, bucket.cut(residual.clone()))
+        return [layers[key] for key in SHAPES]
+
+    def work(rank):
+        net = Net()
+        optimizer = over(rank, net, LocalSchedule(2), AVERAGING, method)
+        train(rank, net, optimizer, 4)
+        before = unsent(optimizer)
+        with torch.no_grad():
+            net.a.copy_(torch.zeros(40))
+            net.b[:4] = 1.0
+        at = net.flat().copy()
+        net.set_gradients(np.zeros(SIZE, np.float32))
+        optimizer.step()
+        after = unsent(optimizer)
+        return before, after, at, net.flat()
+
+    for before, after, at, flat in whole(run(2, work)):
+        assert all(x.any() for x in before[:2])
+        expected = [x.clone() for x in before]
+        expected[0][:], expected[1][:4] = 0.0, 0.0
+        assert all(map(torch.equal, after, expected))
+        np.testing.assert_array_equal(flat, at)
 
 
 def test_parameters_that_one_rank_sets_are_an_error_on_all_ranks():

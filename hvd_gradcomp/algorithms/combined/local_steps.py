@@ -227,7 +227,9 @@ class LocalSchedule:
         return self.sends(sent, round_)
 
 
-def warn_of_settings(momentum: float, compressor: Compressor, schedule: LocalSchedule) -> None:
+def warn_of_settings(
+    momentum: float, compressor: Compressor, schedule: LocalSchedule, keeps_unsent: bool
+) -> None:
     """Log warnings of settings that do not go together.
 
     An outer momentum loses if it begins with the first step of a training, and if few elements are
@@ -239,6 +241,7 @@ def warn_of_settings(momentum: float, compressor: Compressor, schedule: LocalSch
         momentum: of the outer optimizer.
         compressor: of the pseudogradients, which may apply a momentum in its place.
         schedule: of the exchanges.
+        keeps_unsent: whether the compressor has a residual.
     """
     applied = momentum or (correction_of(compressor) or (0.0, False))[0]
     if applied and not schedule.warmup_steps:
@@ -255,12 +258,13 @@ def warn_of_settings(momentum: float, compressor: Compressor, schedule: LocalSch
             "Int8Compressor()",
             momentum,
         )
-    if schedule.delay and schedule.blend and compressor == EIGHTH:
+    if schedule.delay and schedule.blend and keeps_unsent:
         LOGGER.warning(
-            "delay=%d with the default compressor, which keeps what it does not send: the rank's "
-            "own parameters, which are blended in, have it too. Give compression=None or "
-            "Int8Compressor()",
+            "delay=%d with a compressor that keeps what it does not send: the rank's own "
+            "parameters, which are blended in, have it too, so it counts twice. Give "
+            "compression=None, Int8Compressor() or blend=0. It is %s",
             schedule.delay,
+            compressor,
         )
 
 

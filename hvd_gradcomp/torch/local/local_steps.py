@@ -20,6 +20,7 @@ from hvd_gradcomp.algorithms.combined.local_steps import (
 from hvd_gradcomp.algorithms.combined.round_length import Round
 from hvd_gradcomp.checkpoint.schema import CheckpointError
 from hvd_gradcomp.core import validate
+from hvd_gradcomp.method.handover import residual_of
 from hvd_gradcomp.runtime.local_rounds import (
     CommitProtocol,
     LocalRounds,
@@ -119,7 +120,6 @@ class LocalStepsOptimizer(WrappedOptimizer):
         self.named, self._names = list(named), [name for name, _ in named]
         self._outer = OuterOptimizer(outer, parameters, compression, stock)
         self.outer = self._outer.optimizer
-        warn_of_settings(self._outer.momentum, self._outer.compressor, schedule)
         self.settings = f"{schedule}, outer={self._outer}, {nonfinite=}, {bucket_bytes=}"
         clock = None
         if schedule.deadline is not None:
@@ -141,6 +141,9 @@ class LocalStepsOptimizer(WrappedOptimizer):
             self.settings,
             keeps_sent=schedule.delay > 0,
         )
+        buckets = [b for fragment in self._fragments for b in fragment.exchange.reducer.buckets]
+        keeps_unsent = any(residual_of(b.compressor, b.state) is not None for b in buckets)
+        warn_of_settings(self._outer.momentum, self._outer.compressor, schedule, keeps_unsent)
         self._warmup: WarmUp | None = None
         self._buffers: BufferMeans | None = None
         if schedule.warmup_steps:
@@ -219,11 +222,12 @@ class LocalStepsOptimizer(WrappedOptimizer):
 
         Not needed for what is set before the first step, or directly after an exchange without
         `blend`. Then parameters are the global ones, in the model's precision, and the next step
-        compares the values: those that differ were set, and become global. What was swapped and
-        put back, for an evaluation of averaged weights say, was not set, and global parameters keep
-        what a narrow model cannot express. Nor were rows set that an embedding with `max_norm` has
-        shortened in forward, to that norm: each rank looks up others, so they count as local steps.
-        In the warm-up all rows of such a table are shortened in each step, on all ranks.
+        compares the values: those that differ were set, and become global, and what the compressor
+        has not sent of them is dropped. What was swapped and put back, for an evaluation of
+        averaged weights say, was not set, and global parameters keep what a narrow model cannot
+        express. Nor were rows set that an embedding with `max_norm` has shortened in forward, to
+        that norm: each rank looks up others, so they count as local steps. In the warm-up all rows
+        of such a table are shortened in each step, on all ranks.
         """
         self._rounds.restart()
 
