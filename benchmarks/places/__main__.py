@@ -10,8 +10,8 @@ its framework exchanges gradients, with `QSGDCompressor()` and with local steps,
 that README has. Two hosts are network namespaces with real sockets between them (`benchmarks.rig`),
 a rank and a thread each. A cell is the mean of 20 steps, four rounds of local steps, from the end
 of one step to the end of another, on the first rank; then how many times as fast as the framework's
-own exchange that is. `alone` is a step of the same model without a framework or an exchange, the
-median of three. What is in the file of `--json` already is not run again.
+own exchange that is. `alone` is a step of the same model without an exchange, with FSDP2 sharded on
+its host, the median of three. What is in the file of `--json` already is not run again.
 """
 
 from __future__ import annotations

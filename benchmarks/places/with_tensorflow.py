@@ -53,7 +53,7 @@ def adamw() -> Any:
     return keras.optimizers.AdamW(RATE)
 
 
-def alone() -> tuple[float, int]:
+def alone(place: str) -> tuple[float, int]:
     """Return the milliseconds of a step without an exchange, and the number of parameters."""
     model, optimizer, clock = gpt(), adamw(), Clock()
     step, tokens = training_step(model, optimizer, tf.GradientTape), windows()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -53,11 +53,24 @@ def adamw(model: Any) -> Any:
     return torch.optim.AdamW(model.parameters(), lr=RATE)
 
 
-def alone() -> tuple[float, int]:
+def alone(place: str) -> tuple[float, int]:
     """Return the milliseconds of a step without an exchange, and the number of parameters."""
     model, clock = gpt(), Clock()
+    parameters = sum(p.numel() for p in model.parameters())
+    if place == "fsdp":
+        shard(model, mesh_of_hosts()["inside"])
     loop(model, adamw(model), clock)
-    return clock.ms, sum(p.numel() for p in model.parameters())
+    return clock.ms, parameters
+
+
+def mesh_of_hosts() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("hosts", "inside"))
+
+
+def shard(model: Any, mesh: DeviceMesh) -> None:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
 
 
 def by_ddp(method: str, clock: Clock) -> None:
@@ -71,12 +84,8 @@ def by_ddp(method: str, clock: Clock) -> None:
 
 
 def by_fsdp(method: str, clock: Clock) -> None:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("hosts", "inside"))
-    model = gpt()
-    of_shards = mesh if method == "own" else mesh["inside"]
-    for block in model.blocks:
-        fully_shard(block, mesh=of_shards)
-    fully_shard(model, mesh=of_shards)
+    mesh, model = mesh_of_hosts(), gpt()
+    shard(model, mesh if method == "own" else mesh["inside"])
     optimizer = adamw(model)
     if method == "qsgd":
         fsdp.compress(model, QSGDCompressor(), mesh=mesh)

@@ -74,7 +74,7 @@ def main() -> None:
     torch.set_num_threads(1)
     with rank_of(place.frontend) as rank:
         module = importlib.import_module(f"benchmarks.places.{place.module}")
-        alone_ms, parameters = module.alone()
+        alone_ms, parameters = module.alone(name)
         getattr(module, f"by_{name}")(method, clock)
     row = {"place": name, "method": method, "ms": clock.ms, "alone_ms": alone_ms}
     if rank == 0:
