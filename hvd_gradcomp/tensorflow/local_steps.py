@@ -224,9 +224,17 @@ class LocalSteps(tf.Module):
             )
             for number, part in enumerate(cut([prod(s) for _, s, _ in layers], fragments))
         ]
-        buckets = [b for reducer in self.reducers for b in reducer.buckets]
-        keeps_unsent = any(residual_of(b.compressor, b.state) is not None for b in buckets)
-        warn_of_settings(outer.momentum, compressor, self.schedule, keeps_unsent)
+        warn_of_settings(
+            outer.momentum,
+            compressor,
+            self.schedule,
+            any(
+                residual_of(bucket.compressor, bucket.state) is not None
+                for reducer in self.reducers
+                for bucket in reducer.buckets
+            ),
+            self.reducers[0].participants.rank_and_size[1],
+        )
         self._averages = GradientAverage(
             layers, title, process_set, bool(warmup_steps), has_neighbours
         )

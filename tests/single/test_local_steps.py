@@ -245,6 +245,16 @@ def test_a_delay_with_a_residual_is_warned_of(compression, delay, blend, warns, 
     assert ("delay=1 with a compressor that keeps" in caplog.text) == warns
 
 
+@pytest.mark.parametrize(
+    ("ranks", "compression", "warns"),
+    [(1, EIGHTH, True), (1, gc.Int8Compressor(), False), (1, None, False), (2, EIGHTH, False)],
+)
+def test_one_rank_with_a_residual_is_warned_of(ranks, compression, warns, caplog):
+    with caplog.at_level("WARNING", logger="hvd_gradcomp"):
+        run(ranks, lambda rank: over(rank, Net(), LocalSchedule(4), AVERAGING, compression))
+    assert ("one rank alone exchanges with nobody" in caplog.text) == warns
+
+
 def test_diloco_begins_with_dense_steps():
     assert (gc.diloco()["every"], gc.diloco()["warmup_steps"]) == (15, 200)
     assert gc.diloco()["outer"] == gc.OuterSGD(0.7, 0.9)

@@ -228,7 +228,7 @@ class LocalSchedule:
 
 
 def warn_of_settings(
-    momentum: float, compressor: Compressor, schedule: LocalSchedule, keeps_unsent: bool
+    momentum: float, compressor: Compressor, schedule: LocalSchedule, keeps_unsent: bool, ranks: int
 ) -> None:
     """Log warnings of settings that do not go together.
 
@@ -242,6 +242,7 @@ def warn_of_settings(
         compressor: of the pseudogradients, which may apply a momentum in its place.
         schedule: of the exchanges.
         keeps_unsent: whether the compressor has a residual.
+        ranks: how many exchange.
     """
     applied = momentum or (correction_of(compressor) or (0.0, False))[0]
     if applied and not schedule.warmup_steps:
@@ -257,6 +258,12 @@ def warn_of_settings(
             "can end far behind dense gradients: give compression=None, as diloco() does, or "
             "Int8Compressor()",
             momentum,
+        )
+    if ranks == 1 and keeps_unsent:
+        LOGGER.warning(
+            "one rank alone exchanges with nobody, and what the compressor does not send at once "
+            "waits all the same: give compression=None there. It is %s",
+            compressor,
         )
     if schedule.delay and schedule.blend and keeps_unsent:
         LOGGER.warning(

@@ -141,9 +141,18 @@ class LocalStepsOptimizer(WrappedOptimizer):
             self.settings,
             keeps_sent=schedule.delay > 0,
         )
-        buckets = [b for fragment in self._fragments for b in fragment.exchange.reducer.buckets]
-        keeps_unsent = any(residual_of(b.compressor, b.state) is not None for b in buckets)
-        warn_of_settings(self._outer.momentum, self._outer.compressor, schedule, keeps_unsent)
+        reducers = [fragment.exchange.reducer for fragment in self._fragments]
+        warn_of_settings(
+            self._outer.momentum,
+            self._outer.compressor,
+            schedule,
+            any(
+                residual_of(bucket.compressor, bucket.state) is not None
+                for reducer in reducers
+                for bucket in reducer.buckets
+            ),
+            reducers[0].participants.rank_and_size[1],
+        )
         self._warmup: WarmUp | None = None
         self._buffers: BufferMeans | None = None
         if schedule.warmup_steps:
