@@ -112,7 +112,7 @@ def test_gradiveq_sends_what_was_foreseen():
             linear(640, 320, 10),
             "none of 4 layers is a convolution",
         ),
-        (SparseGDCompressor(density=1.0), linear(8, 4), "144 bytes a step"),
+        (SparseGDCompressor(density=1.0), linear(8, 4), "144 bytes each time"),
         (DGCCompressor(density=0.5, momentum=0.9), linear(1, 1), "no layer is compressed"),
     ],
 )
